@@ -1,0 +1,165 @@
+"""The documented function over the operators, and the dry run that explains a choice."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, overload
+
+import torch
+from torch import Tensor
+
+from .ops.composite import autocast
+from .problem import check_flags, check_tensors, describe, normalize
+from .selection.choose import Plan, plan
+from .selection.pin import pinned
+
+
+@overload
+def sdpa(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = ...,
+    dropout_p: float = ...,
+    is_causal: bool = ...,
+    *,
+    scale: float | None = ...,
+    enable_gqa: bool = ...,
+    causal_alignment: str = ...,
+    return_lse: Literal[False] = ...,
+) -> Tensor: ...
+@overload
+def sdpa(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = ...,
+    dropout_p: float = ...,
+    is_causal: bool = ...,
+    *,
+    scale: float | None = ...,
+    enable_gqa: bool = ...,
+    causal_alignment: str = ...,
+    return_lse: Literal[True],
+) -> tuple[Tensor, Tensor]: ...
+def sdpa(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    *,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    causal_alignment: str = "top_left",
+    return_lse: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Scaled dot-product attention, ``softmax(scale * Q K^T + mask) V``, with PyTorch's semantics.
+
+    Differentiable once in every floating operand, an additive mask included, and through both results. Compiles without
+    graph breaks and without a recompile per length; never synchronises on CUDA; never takes Sq x Skv memory.
+
+    Args:
+        query: ``[..., Hq, Sq, D]``, bfloat16, float16, float32 or float64; any strides; rank 2 or more.
+        key: ``[..., Hkv, Skv, D]``, the query's dtype; leading dimensions broadcast.
+        value: ``[..., Hkv, Skv, Dv]``, likewise; ``Dv`` may differ from ``D``.
+        attn_mask: broadcasts to ``[..., Hq, Sq, Skv]``: bool (True keeps a score), or added to the scores in the query's
+            dtype or float32. A row that sees nothing gives 0.
+        dropout_p: probability in [0, 1] of dropping a softmax weight; applied whenever it is above 0, there is no
+            training flag. The seed comes from the device's default generator.
+        is_causal: query i sees key j when ``j <= i`` (see ``causal_alignment``). Excludes ``attn_mask``.
+        scale: factor of the scores; None means ``1 / sqrt(D)``; 0 and negative are legal.
+        enable_gqa: grouped queries: Hq is a multiple of Hkv, and query head h reads key head ``h // (Hq // Hkv)``.
+        causal_alignment: ``"top_left"`` as PyTorch's ``is_causal``, or ``"bottom_right"``: ``j <= i + Skv - Sq``, as
+            ``torch.nn.attention.bias.causal_lower_right``.
+        return_lse: return ``(out, lse)``.
+
+    Returns:
+        ``out [..., Hq, Sq, Dv]`` in the query's dtype and memory order; with ``return_lse`` also
+        ``lse [..., Hq, Sq]``, the natural log of each row's softmax denominator (float32; float64 for float64 inputs;
+        ``-inf`` for a row that sees no key).
+
+    Raises:
+        TypeError: an argument of the wrong kind or dtype.
+        ValueError: shapes that do not fit, a mask together with ``is_causal``, ``dropout_p`` outside [0, 1].
+        UnsupportedProblem: a pinned backend refuses the problem (a ``NotImplementedError``).
+    """
+    check_tensors(query, key, value, attn_mask)
+    check_flags(is_causal, enable_gqa)
+    op = torch.ops.bwattn.sdpa_with_lse if return_lse else torch.ops.bwattn.sdpa
+    result: Tensor | tuple[Tensor, Tensor] = op(
+        query, key, value, attn_mask, dropout_p, is_causal,
+        scale=scale, enable_gqa=enable_gqa, causal_alignment=causal_alignment,
+    )  # fmt: skip
+    return result
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """What would run for one call, forward and backward, and why not the others. ``str()`` is the report."""
+
+    forward: Plan
+    backward: Plan
+
+    def __str__(self) -> str:
+        problem = self.forward.problem
+        mask = "none" if problem.mask_dtype is None else f"{problem.mask_dtype} {list(problem.mask_sizes or ())}"
+        lines = [
+            f"bwattn.sdpa on {problem.target}: {problem.dtype}, B={problem.batch} Hq={problem.heads} "
+            f"Hkv={problem.kv_heads} Sq={problem.q_len} Skv={problem.kv_len} D={problem.head_dim} "
+            f"Dv={problem.value_dim}, mask {mask}, "
+            + ("not causal" if problem.diagonal is None else f"causal (j <= i + {problem.diagonal})")
+            + f", scale {problem.scale:.6g}, dropout {problem.dropout_p}"
+        ]
+        for name, made in (("forward", self.forward), ("backward", self.backward)):
+            chosen = made.chosen
+            lines.append(f"{name}: {chosen.backend if chosen else 'refused'}" + (" (pinned)" if made.pinned else ""))
+            for candidate in made.candidates:
+                verdict = candidate.verdict
+                lines.append(
+                    f"  {'+' if verdict else '-'} {candidate.backend}: "
+                    + (f"supports it, config {verdict.config}" if verdict else f"refuses: {verdict.reason}")
+                )
+        return "\n".join(lines)
+
+
+def explain(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    *,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    causal_alignment: str = "top_left",
+) -> Explanation:
+    """Print which backend and config a call would run, and each refusal's reason; runs and compiles nothing.
+
+    Takes the arguments of :func:`sdpa` and raises what it raises. The backward is described for a dense ``grad_out``
+    and, where the mask is additive and requires grad, with the mask's gradient.
+
+    Returns:
+        The :class:`Explanation` that was printed.
+    """
+    check_tensors(query, key, value, attn_mask)
+    check_flags(is_causal, enable_gqa)
+    q, k, v, mask = autocast(query, key, value, attn_mask)
+    call = normalize(q, k, v, mask, dropout_p, is_causal, scale, enable_gqa, causal_alignment)  # type: ignore[arg-type]
+    mask_grad = call.mask is not None and call.mask.requires_grad
+    forward, backward = (
+        plan(
+            describe(
+                call.q, call.k, call.v, call.mask,
+                scale=call.scale, is_causal=is_causal, causal_alignment=causal_alignment, dropout_p=dropout_p,
+                backward=is_backward, mask_grad=mask_grad and is_backward,
+            ),
+            pinned(),
+        )
+        for is_backward in (False, True)
+    )  # fmt: skip
+    explanation = Explanation(forward, backward)
+    print(explanation)
+    return explanation

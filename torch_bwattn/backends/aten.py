@@ -1,0 +1,161 @@
+"""PyTorch's own fused kernels as a backend, wherever they are right.
+
+CPU: the fused flash kernel, which returns ``out`` and ``lse``. Known to be wrong, measured on torch 2.13: NaN for causal
+problems with a scale of 0 or less; a row of ``out`` 0 and of ``lse`` 0 both for a row that sees nothing and for a NaN
+query; NaN for a last stride other than 1; a backward that trusts ``lse`` where it has lost the row's sum (rows of huge
+negative logits). The first is refused by ``supports``; the others show in ``lse`` or in the strides and are answered by
+the reference or a copy.
+
+CUDA: the flash kernel, for what it states exactly: no mask, no dropout (its dropout mask is not ours), no LSE gradient,
+bottom-right causality only.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ..layout import conform
+from ..problem import Problem
+from ..target import capability
+from . import reference
+from .base import Backend, BackwardFn, BackwardInputs, ForwardFn, ForwardInputs, Grads, Verdict, no, yes
+
+_LSE_KEEPS_SUM = 4096.0
+"""Up to this |lse|, fp32 still resolves the log of a row's sum to 2**-12: exp(s - lse) is good to bf16's rounding and,
+for natural logits of ordinary size, to fp32's."""
+
+
+def ordinary(lse: Tensor) -> bool:
+    """Whether no row of a CPU flash ``lse`` is suspect: masked out, NaN (both leave 0 or NaN) or too large to invert."""
+    magnitude = lse.abs()
+    return bool(((magnitude > 0.0) & (magnitude <= _LSE_KEEPS_SUM)).all())
+
+
+def _unit_last(tensor: Tensor) -> Tensor:
+    return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
+
+
+def _mask_chunks(problem: Problem, mask: Tensor) -> int:
+    """Query rows per call, so that a converted mask takes no more elements than the query."""
+    if mask.dtype == problem.dtype or mask.shape[2] == 1:
+        return problem.q_len
+    per_row = mask.shape[0] * mask.shape[1] * mask.shape[3]
+    budget = max(2**18, problem.batch * problem.heads * problem.q_len * problem.head_dim)
+    return max(1, min(problem.q_len, budget // per_row))
+
+
+def _additive(mask: Tensor, dtype: torch.dtype) -> Tensor:
+    """A mask as the CPU kernel takes it: added to the scores, in the query's dtype or float32."""
+    if mask.dtype != torch.bool:
+        return mask
+    return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill_(~mask, -torch.inf)
+
+
+def _cpu_forward(problem: Problem, x: ForwardInputs) -> tuple[Tensor, Tensor]:
+    flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
+    q, k, v = _unit_last(x.q), _unit_last(x.k), _unit_last(x.v)
+    causal = problem.diagonal is not None
+    if x.mask is None:
+        out, lse = flash(q, k, v, 0.0, causal, scale=problem.scale)
+    else:
+        step, mask = _mask_chunks(problem, x.mask), x.mask
+        parts = []
+        for start in range(0, problem.q_len, step):
+            rows = mask if mask.shape[2] == 1 else mask[:, :, start : start + step]
+            bias = _additive(rows, problem.dtype)
+            parts.append(flash(q[:, :, start : start + step], k, v, attn_mask=bias, scale=problem.scale))
+        out = parts[0][0] if len(parts) == 1 else torch.cat([part[0] for part in parts], 2)
+        lse = parts[0][1] if len(parts) == 1 else torch.cat([part[1] for part in parts], 2)
+    if not ordinary(lse):
+        return reference.forward(problem, x)
+    return conform(out, x.q), lse.contiguous()
+
+
+def _cpu_backward(problem: Problem, x: BackwardInputs, wanted: tuple[bool, bool, bool, bool]) -> Grads:
+    if x.grad_lse is not None or not ordinary(x.lse):
+        return reference.backward(problem, x, wanted)
+    flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
+    q, k, v, out = _unit_last(x.q), _unit_last(x.k), _unit_last(x.v), _unit_last(x.out)
+    grad_out = _unit_last(x.grad_out)
+    causal = problem.diagonal is not None
+    if x.mask is None:
+        dq, dk, dv = flash(grad_out, q, k, v, out, x.lse, 0.0, causal, scale=problem.scale)
+        return conform(dq, x.q), conform(dk, x.k), conform(dv, x.v), None
+    step, mask = _mask_chunks(problem, x.mask), x.mask
+    if step < problem.q_len:
+        return reference.backward(problem, x, wanted)
+    bias = _additive(mask, problem.dtype)
+    dq, dk, dv = flash(grad_out, q, k, v, out, x.lse, 0.0, False, attn_mask=bias, scale=problem.scale)
+    return conform(dq, x.q), conform(dk, x.k), conform(dv, x.v), None
+
+
+class AtenBackend(Backend):
+    """Chooses nothing: one fused kernel per device type, or a refusal."""
+
+    name = "aten"
+
+    def supports(self, problem: Problem) -> Verdict:
+        for refusal in (self._refuse_anywhere(problem), self._refuse_on_device(problem)):
+            if refusal:
+                return no(refusal)
+        return yes("flash for CPU" if problem.target == "cpu" else "flash")
+
+    def _refuse_anywhere(self, problem: Problem) -> str:
+        if problem.empty or problem.head_dim == 0:
+            return "a size is 0; reference answers it without a kernel"
+        if problem.dropout_p > 0.0:
+            return "its dropout mask is not the counter-based one; helion and reference draw it"
+        if problem.mask_grad:
+            return "it gives no gradient for the mask; helion and reference do"
+        if problem.head_dim != problem.value_dim:
+            return f"it needs equal widths, got D={problem.head_dim} and Dv={problem.value_dim}"
+        if problem.diagonal is not None and not problem.scale > 0.0:
+            return f"it gives NaN for a causal problem with scale {problem.scale}"
+        return ""
+
+    def _refuse_on_device(self, problem: Problem) -> str:
+        if problem.target == "cpu":
+            if problem.diagonal not in (None, 0):
+                return "its causal rule is top-left only"
+            return ""
+        if capability(problem.target) is None:
+            return f"no fused kernel is known for target {problem.target}"
+        if problem.dtype not in (torch.float16, torch.bfloat16):
+            return f"flash takes float16 and bfloat16, got {problem.dtype}"
+        if problem.mask_dtype is not None:
+            return "flash takes no mask"
+        if problem.head_dim % 8 or problem.head_dim > 256:
+            return f"flash takes widths that are multiples of 8 up to 256, got {problem.head_dim}"
+        if problem.diagonal is not None and problem.diagonal != problem.kv_len - problem.q_len:
+            return "flash is bottom-right causal, which differs from top-left when the lengths do"
+        if problem.diagonal is not None and problem.diagonal < 0:
+            return "rows that see no key are not answered by flash"
+        if not (problem.unit_last_strides and problem.aligned):
+            return "flash needs unit last strides and 16-byte alignment"
+        if problem.lse_grad:
+            return "flash's backward has no LSE gradient"
+        return ""
+
+    def forward(self, problem: Problem) -> ForwardFn:
+        run = _cpu_forward if problem.target == "cpu" else _cuda_forward
+        return lambda x: run(problem, x)
+
+    def backward(self, problem: Problem) -> BackwardFn:
+        run = _cpu_backward if problem.target == "cpu" else _cuda_backward
+        return lambda x, wanted: run(problem, x, wanted)
+
+
+def _cuda_forward(problem: Problem, x: ForwardInputs) -> tuple[Tensor, Tensor]:
+    flash = torch.ops.aten._scaled_dot_product_flash_attention.default
+    out, lse, *_ = flash(x.q, x.k, x.v, 0.0, problem.diagonal is not None, False, scale=problem.scale)
+    return conform(out, x.q), lse.contiguous()
+
+
+def _cuda_backward(problem: Problem, x: BackwardInputs, wanted: tuple[bool, bool, bool, bool]) -> Grads:
+    flash = torch.ops.aten._scaled_dot_product_flash_attention_backward.default
+    unused = torch.zeros((), dtype=torch.int64, device=x.q.device)  # the dropout seed and offset of a call without any
+    causal = problem.diagonal is not None
+    saved = (x.out, x.lse, None, None, problem.q_len, problem.kv_len, 0.0, causal, unused, unused)
+    dq, dk, dv = flash(_unit_last(x.grad_out), x.q, x.k, x.v, *saved, scale=problem.scale)
+    return conform(dq, x.q), conform(dk, x.k), conform(dv, x.v), None

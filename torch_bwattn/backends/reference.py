@@ -1,0 +1,181 @@
+"""The reference backend: attention in plain PyTorch, one block of query rows at a time.
+
+For a block of rows, with all keys a row may see in hand, softmax needs no online trick:
+
+    S = scale * Q K^T + mask          P = exp(S - max S) / l          O = (P * keep / (1 - p)) V      lse = max S + log l
+    dV = (P * keep / (1 - p))^T dO    dP = (dO V^T) * keep / (1 - p)  dS = P * (dP - sum(P * dP) + dlse)
+    dQ = scale * dS K                 dK = scale * dS^T Q             dmask = dS, summed to the mask's shape
+
+computed in float64 for float64 inputs and in float32 otherwise. Rows come in blocks small enough that a block's scores
+take no more memory than the inputs do, so no path here is quadratic in the sequence length. Grouped query heads are
+folded into the rows of one product, so keys and values are never repeated.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..layout import empty_like_order
+from ..problem import Problem
+from . import philox
+from .base import Backend, BackwardFn, BackwardInputs, ForwardFn, ForwardInputs, Grads, Verdict, yes
+
+_SMALLEST_BUDGET = 2**18  # scores per block: below this, a block's overhead outweighs its arithmetic
+
+
+class Softmax(NamedTuple):
+    """One block's normalised probabilities ``[B, Hq, rows, keys]``, their log-sum-exp and its dropout multiplier."""
+
+    p: Tensor
+    lse: Tensor
+    kept: Tensor | None  # keep / (1 - p), or None without dropout
+
+
+class Block(NamedTuple):
+    rows: range
+    keys: int  # the block's rows see none but the first so many keys
+
+
+def blocks(problem: Problem) -> Iterator[Block]:
+    """Split the query rows so that a block's scores number no more than the inputs' elements."""
+    inputs = problem.batch * (
+        problem.heads * problem.q_len * problem.head_dim
+        + problem.kv_heads * problem.kv_len * (problem.head_dim + problem.value_dim)
+    )
+    per_row = max(1, problem.batch * problem.heads * problem.kv_len)
+    step = max(1, max(inputs, _SMALLEST_BUDGET) // per_row)
+    for start in range(0, problem.q_len, step):
+        rows = range(start, min(start + step, problem.q_len))
+        keys = problem.kv_len
+        if problem.diagonal is not None:
+            keys = min(max(rows.stop + problem.diagonal, 0), keys)
+        yield Block(rows, keys)
+
+
+def compute_dtype(dtype: torch.dtype) -> torch.dtype:
+    """What is accumulated in, and the dtype of ``lse``."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def _fold(tensor: Tensor, kv_heads: int) -> Tensor:
+    """``[B, Hq, R, X]`` -> ``[B, Hkv, G * R, X]``: the rows of a group's heads under their key head."""
+    batch, heads, rows, width = tensor.shape
+    return tensor.reshape(batch, kv_heads, heads // kv_heads * rows, width)
+
+
+def _rows_of(mask: Tensor, block: Block) -> Tensor:
+    """The mask's part for a block of rows and keys, still broadcast."""
+    if mask.shape[2] != 1:
+        mask = mask[:, :, block.rows.start : block.rows.stop]
+    return mask[..., : block.keys] if mask.shape[3] != 1 else mask
+
+
+def softmax_block(problem: Problem, block: Block, q: Tensor, k: Tensor, x: ForwardInputs) -> Softmax:
+    """Scores, masks, softmax and the dropout multiplier of one block; ``q``, ``k`` are in the compute dtype."""
+    rows, keys = block
+    s = _fold(q[:, :, rows.start : rows.stop] * problem.scale, problem.kv_heads) @ k[:, :, :keys].mT
+    s = s.view(problem.batch, problem.heads, len(rows), keys)
+    if x.mask is not None:
+        mask = _rows_of(x.mask, block)
+        s = s.masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else s + mask.to(s.dtype)
+    if problem.diagonal is not None:
+        row = torch.arange(rows.start, rows.stop, device=s.device)[:, None]
+        s = s.masked_fill(torch.arange(keys, device=s.device) > row + problem.diagonal, -torch.inf)
+    highest = s.amax(-1, keepdim=True)
+    highest = highest.masked_fill(highest == -torch.inf, 0.0)  # a row that sees nothing: exp(-inf - 0) = 0, not NaN
+    p = (s - highest).exp_()
+    total = p.sum(-1, keepdim=True)
+    lse = (highest + total.log()).squeeze(-1)
+    p = p / total.masked_fill(total == 0.0, 1.0)
+    kept = None
+    if problem.dropout_p == 1.0:
+        kept = torch.zeros((), dtype=p.dtype, device=p.device).expand_as(p)
+    elif problem.dropout_p > 0.0 and x.rng_state is not None:
+        keep = philox.keep_mask(x.rng_state, problem.batch, problem.heads, rows, keys, problem.dropout_p)
+        kept = keep.to(p.dtype).mul_(1.0 / (1.0 - problem.dropout_p))
+    return Softmax(p, lse, kept)
+
+
+def forward(problem: Problem, x: ForwardInputs) -> tuple[Tensor, Tensor]:
+    """``(out, lse)`` of one 4-D problem."""
+    dtype = compute_dtype(problem.dtype)
+    out = empty_like_order(x.q, problem.value_dim).zero_()
+    lse = torch.full((problem.batch, problem.heads, problem.q_len), -torch.inf, dtype=dtype, device=x.q.device)
+    if problem.batch == 0 or problem.heads == 0 or problem.kv_len == 0:
+        return out, lse
+    q, k, v = x.q.to(dtype), x.k.to(dtype), x.v.to(dtype)
+    for block in blocks(problem):
+        rows, keys = block
+        if keys == 0:
+            continue
+        p, lse_rows, kept = softmax_block(problem, block, q, k, x)
+        lse[:, :, rows.start : rows.stop] = lse_rows
+        if kept is not None:
+            p = p * kept
+        o = _fold(p, problem.kv_heads) @ v[:, :, :keys]
+        out[:, :, rows.start : rows.stop] = o.view(problem.batch, problem.heads, len(rows), problem.value_dim)
+    return out, lse
+
+
+def backward(problem: Problem, x: BackwardInputs, wanted: tuple[bool, bool, bool, bool]) -> Grads:
+    """Gradients of q, k, v and an additive mask; probabilities are computed anew, so ``out`` and ``lse`` are not read."""
+    dtype = compute_dtype(problem.dtype)
+    dq = empty_like_order(x.q, problem.head_dim).zero_()
+    dk = torch.zeros(x.k.shape, dtype=dtype, device=x.k.device)
+    dv = torch.zeros(x.v.shape, dtype=dtype, device=x.v.device)
+    dmask = None
+    if wanted[3] and x.mask is not None:
+        dmask = torch.zeros(x.mask.shape, dtype=compute_dtype(x.mask.dtype), device=x.mask.device)
+    if not (problem.batch == 0 or problem.heads == 0 or problem.kv_len == 0):
+        q, k, v = x.q.to(dtype), x.k.to(dtype), x.v.to(dtype)
+        inputs = ForwardInputs(x.q, x.k, x.v, x.mask, x.rng_state)
+        for block in blocks(problem):
+            rows, keys = block
+            if keys == 0:
+                continue
+            p, _, kept = softmax_block(problem, block, q, k, inputs)
+            do = _fold(x.grad_out[:, :, rows.start : rows.stop].to(dtype), problem.kv_heads)
+            dp = (do @ v[:, :, :keys].mT).view_as(p)
+            if kept is not None:
+                dp = dp * kept
+            dv[:, :, :keys] += _fold(p if kept is None else p * kept, problem.kv_heads).mT @ do
+            shift = (p * dp).sum(-1, keepdim=True)
+            if x.grad_lse is not None:
+                shift = shift - x.grad_lse[:, :, rows.start : rows.stop, None].to(dtype)
+            ds = p * (dp - shift)
+            if dmask is not None:
+                part = _rows_of(dmask, block)
+                part += ds.sum_to_size(part.shape).to(part.dtype)
+            ds = _fold(ds, problem.kv_heads)
+            dq_rows = (ds @ k[:, :, :keys]).mul_(problem.scale)
+            dq[:, :, rows.start : rows.stop] = dq_rows.view(problem.batch, problem.heads, len(rows), problem.head_dim)
+            dk[:, :, :keys] += ds.mT @ _fold(q[:, :, rows.start : rows.stop] * problem.scale, problem.kv_heads)
+    return (
+        dq,
+        _cast_in_order(dk, x.k),
+        _cast_in_order(dv, x.v),
+        None if dmask is None or x.mask is None else dmask.to(x.mask.dtype),
+    )
+
+
+def _cast_in_order(grad: Tensor, like: Tensor) -> Tensor:
+    return empty_like_order(like, like.shape[3]).copy_(grad)
+
+
+class ReferenceBackend(Backend):
+    """Runs every problem, on every device; the oracle of the other backends and the last resort."""
+
+    name = "reference"
+
+    def supports(self, problem: Problem) -> Verdict:
+        return yes("blockwise eager, float64" if problem.dtype == torch.float64 else "blockwise eager, float32")
+
+    def forward(self, problem: Problem) -> ForwardFn:
+        return lambda x: forward(problem, x)
+
+    def backward(self, problem: Problem) -> BackwardFn:
+        return lambda x, wanted: backward(problem, x, wanted)

@@ -1,0 +1,1 @@
+"""Ways for code that does not know this package to use it."""

@@ -1,0 +1,165 @@
+"""Replacing ``F.scaled_dot_product_attention`` under code that calls it."""
+
+from __future__ import annotations
+
+import threading
+from contextlib import ContextDecorator
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.overrides import handle_torch_function, has_torch_function
+
+from ..api import sdpa
+from ..errors import expected
+from ..ops.primitive import count_call
+
+if TYPE_CHECKING:
+    from torch.nn.attention.bias import CausalBias
+
+_original = F.scaled_dot_product_attention
+_lock = threading.Lock()
+_installed = 0
+
+
+def _restricted() -> bool:
+    """Whether PyTorch's own choice is restricted (an ``sdpa_kernel`` context, or a backend disabled by a flag)."""
+    return not (
+        torch.backends.cuda.flash_sdp_enabled()
+        and torch.backends.cuda.mem_efficient_sdp_enabled()
+        and torch.backends.cuda.math_sdp_enabled()
+        and torch.backends.cuda.cudnn_sdp_enabled()
+    )
+
+
+# What torch.compiler.assume_constant_result sets, without its import of all of Dynamo: the flags cannot be traced, so they
+# are read while a graph is traced (inside a traced sdpa_kernel context they hold that context's choice) and fixed in it.
+_restricted._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
+def scaled_dot_product_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    """What stands in for ``F.scaled_dot_product_attention``: same arguments, same values, the best kernel.
+
+    A ``CausalBias`` becomes the causal alignment that it names. Inside an ``sdpa_kernel`` context (or with one of
+    PyTorch's attention backends disabled) the caller has chosen a kernel of PyTorch's, and gets it.
+    """
+    if attn_mask is not None and type(attn_mask) is not Tensor:
+        from torch.nn.attention.bias import CausalBias  # here, not above: it imports all of Dynamo
+
+        if isinstance(attn_mask, CausalBias):
+            return _with_bias(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
+    if has_torch_function((query, key, value, attn_mask)):
+        result: Tensor = handle_torch_function(
+            scaled_dot_product_attention, (query, key, value, attn_mask), query, key, value,
+            attn_mask=attn_mask, dropout_p=dropout_p, is_causal=is_causal, scale=scale, enable_gqa=enable_gqa,
+        )  # fmt: skip
+        return result
+    if _restricted():
+        count_call("pytorch")
+        return _original(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
+    return sdpa(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
+
+
+def _with_bias(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    bias: CausalBias,
+    dropout_p: float,
+    is_causal: bool,
+    scale: float | None,
+    enable_gqa: bool,
+) -> Tensor:
+    from torch.nn.attention.bias import CausalBias, CausalVariant
+
+    if is_causal:
+        raise ValueError(expected("is_causal", "False with a CausalBias as attn_mask", is_causal))
+    if _restricted():
+        count_call("pytorch")
+        chosen: Tensor = CausalBias._dispatch(query, key, value, bias, dropout_p, False, scale, enable_gqa)
+        return chosen
+    lower_right = bias.variant == CausalVariant.LOWER_RIGHT and bias.seq_len_q != bias.seq_len_kv
+    if lower_right and (bias.seq_len_q, bias.seq_len_kv) != (query.shape[-2], key.shape[-2]):
+        sizes = f"sizes ({query.shape[-2]}, {key.shape[-2]}), the query's and key's lengths"
+        raise ValueError(expected("attn_mask", sizes, f"CausalBias of ({bias.seq_len_q}, {bias.seq_len_kv})"))
+    return sdpa(
+        query, key, value, None, dropout_p, True, scale=scale, enable_gqa=enable_gqa,
+        causal_alignment="bottom_right" if lower_right else "top_left",
+    )  # fmt: skip
+
+
+class patch_sdpa(ContextDecorator):
+    """Replace ``F.scaled_dot_product_attention`` by this package's op while the patch is on.
+
+    A context manager (``with patch_sdpa():``), a decorator (``@patch_sdpa()``), or a handle (``p = patch_sdpa().install()``
+    … ``p.remove()``). Patches nest and may end in any order, from any thread; the original returns with the last one. The
+    replacement is process-wide, as PyTorch's own attention flags are. Code compiled under the patch is recompiled when it
+    runs without it, and the other way round.
+
+    What no patch of F can reach: names bound earlier by ``from torch.nn.functional import scaled_dot_product_attention``,
+    and the fused inference path of ``nn.MultiheadAttention`` and ``nn.TransformerEncoderLayer`` (eval mode, no grad).
+    """
+
+    def __init__(self) -> None:
+        self._depth = 0
+
+    def _recreate_cm(self) -> patch_sdpa:
+        return patch_sdpa()
+
+    def install(self) -> patch_sdpa:
+        """Turn the patch on (once more); returns self."""
+        if torch.compiler.is_dynamo_compiling():  # a traced region holds no lock; its stores are replayed in order
+            self._install()
+        else:
+            with _lock:
+                self._install()
+        return self
+
+    def _install(self) -> None:
+        global _installed
+        self._depth += 1
+        _installed += 1
+        if _installed == 1:
+            _replace(_original, scaled_dot_product_attention)
+
+    def remove(self) -> None:
+        """Undo one ``install`` of this handle; more removals than installs do nothing."""
+        if torch.compiler.is_dynamo_compiling():
+            self._remove()
+        else:
+            with _lock:
+                self._remove()
+
+    def _remove(self) -> None:
+        global _installed
+        if self._depth == 0:
+            return
+        self._depth -= 1
+        _installed -= 1
+        if _installed == 0:
+            _replace(scaled_dot_product_attention, _original)
+
+    def __enter__(self) -> patch_sdpa:
+        return self.install()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.remove()
+
+
+def _replace(old: Any, new: Any) -> None:
+    """Swap the attribute, unless somebody else has put a third function there, which stays theirs."""
+    if F.scaled_dot_product_attention is old:
+        F.scaled_dot_product_attention = new

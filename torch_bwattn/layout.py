@@ -1,0 +1,55 @@
+"""Memory layout of what the op returns: one rule, used by the fakes and by every backend.
+
+An output follows the memory order of the input it mirrors (``out`` and ``dq`` the query's, ``dk`` the key's, ``dv`` the
+value's): dense, the last dimension innermost, batch, head and sequence ordered as the input's strides order them. So a
+query that is a transposed ``[B, S, H, D]`` view gives an output whose ``transpose(1, 2).reshape(B, S, H * D)`` is free.
+Dimensions of stride 0 (expanded) or size 1 say nothing about order and keep their place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+IntLike = int | torch.SymInt
+
+
+def dense_strides(like: Tensor, sizes: Sequence[IntLike]) -> tuple[IntLike, ...]:
+    """Strides of a dense 4-D tensor of ``sizes`` whose outer three dimensions are ordered in memory as ``like``'s."""
+    like_sizes, like_strides = like.shape, like.stride()
+    order = [0, 1, 2]
+    for i in (1, 2):  # insertion sort, outermost first: three elements, stable, few comparisons to guard on when traced
+        j = i
+        while j > 0 and _inside(order[j - 1], order[j], like_sizes, like_strides):
+            order[j - 1], order[j] = order[j], order[j - 1]
+            j -= 1
+    strides: list[IntLike] = [0, 0, 0, 1]
+    step: IntLike = sizes[3] if sizes[3] > 1 else 1
+    for dim in reversed(order):
+        strides[dim] = step
+        step = step * (sizes[dim] if sizes[dim] > 1 else 1)
+    return tuple(strides)
+
+
+def _inside(a: int, b: int, sizes: Sequence[IntLike], strides: Sequence[IntLike]) -> bool:
+    """Whether dimension ``a``, now placed outside ``b``, belongs inside it."""
+    if sizes[a] == 1 or sizes[b] == 1 or strides[a] == 0 or strides[b] == 0:
+        return False
+    return bool(strides[a] < strides[b])
+
+
+def empty_like_order(like: Tensor, last: IntLike) -> Tensor:
+    """An uninitialised tensor of ``like``'s sizes with ``last`` as its last size, in ``like``'s memory order."""
+    sizes = (*like.shape[:3], last)
+    return torch.empty_strided(sizes, dense_strides(like, sizes), dtype=like.dtype, device=like.device)
+
+
+def conform(result: Tensor, like: Tensor) -> Tensor:
+    """``result`` itself where it already lies as :func:`dense_strides` says, else a copy that does."""
+    wanted = dense_strides(like, result.shape)
+    if all(size == 1 or a == b for size, a, b in zip(result.shape, result.stride(), wanted, strict=True)):
+        return result
+    out = torch.empty_strided(result.shape, wanted, dtype=result.dtype, device=result.device)
+    return out.copy_(result)

@@ -1,0 +1,5 @@
+"""The operators: importing this package registers ``torch.ops.bwattn`` and loads no kernel language."""
+
+from . import autograd, composite, fake, primitive, schema, vmap
+
+__all__ = ["autograd", "composite", "fake", "primitive", "schema", "vmap"]

@@ -1,0 +1,98 @@
+"""Derivatives of the primitives: the forward's through both outputs; the backward's are refused with a clear word.
+
+The kernels here are registered for the Autograd key itself rather than through ``torch.library.register_autograd``, whose
+function is refused under ``torch.func`` transforms. Below autograd the call goes on to whatever the dispatcher holds next:
+a functorch level, a fake or proxy mode, or the device's implementation.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+from torch._C import DispatchKeySet, _after_autograd_keyset, _AutoDispatchBelowAutograd
+from torch._functorch.utils import enable_single_level_autograd_function
+from torch.autograd.function import _SingleLevelFunction
+
+from ..selection.pin import pinned
+from .schema import library
+
+_NO_FORWARD_MODE = (
+    "sdpa: forward-mode derivatives (jvp) are not supported; nearest: F.scaled_dot_product_attention under "
+    "torch.nn.attention.sdpa_kernel(SDPBackend.MATH)"
+)
+_NO_SECOND_DERIVATIVE = (
+    "sdpa: second derivatives are not supported; nearest: F.scaled_dot_product_attention under "
+    "torch.nn.attention.sdpa_kernel(SDPBackend.MATH)"
+)
+
+
+class _Forward(_SingleLevelFunction):  # type: ignore[misc]
+    """``sdpa_forward`` as one autograd node. Arguments: the keyset to go on with, then the operator's own."""
+
+    @staticmethod
+    def forward(ctx: Any, keyset: DispatchKeySet, *args: Any) -> tuple[Tensor, Tensor]:
+        query, key, value, mask, rng_state, *options = args
+        with _AutoDispatchBelowAutograd():
+            out, lse = torch.ops.bwattn.sdpa_forward.default.redispatch(keyset, *args)
+        ctx.save_for_backward(query, key, value, mask, out, lse, rng_state)
+        ctx.options = options[:4]  # dropout_p, is_causal, scale, causal_alignment
+        ctx.backend = pinned() or (options[4] if len(options) > 4 else None)
+        ctx.set_materialize_grads(False)
+        return out, lse
+
+    @staticmethod
+    def backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) -> tuple[Any, ...]:
+        arguments = len(ctx.needs_input_grad)
+        if grad_out is None and grad_lse is None:
+            return (None,) * arguments
+        query, key, value, mask, out, lse, rng_state = ctx.saved_tensors
+        if grad_out is None:
+            grad_out = torch.zeros((), dtype=out.dtype, device=out.device).expand(out.shape)
+        wanted = list(ctx.needs_input_grad[1:5])
+        grads = torch.ops.bwattn.sdpa_backward.default(
+            grad_out, grad_lse, query, key, value, mask, out, lse, rng_state, *ctx.options, wanted, ctx.backend
+        )
+        used = (grad if want else None for grad, want in zip(grads, wanted, strict=True))
+        return (None, *used, *(None,) * (arguments - 5))
+
+    @staticmethod
+    def jvp(ctx: Any, *_: Any) -> NoReturn:
+        raise NotImplementedError(_NO_FORWARD_MODE)
+
+
+class _Backward(_SingleLevelFunction):  # type: ignore[misc]
+    """``sdpa_backward`` as an autograd node that cannot be differentiated again."""
+
+    @staticmethod
+    def forward(ctx: Any, keyset: DispatchKeySet, *args: Any) -> tuple[Tensor, ...]:
+        with _AutoDispatchBelowAutograd():
+            grads: tuple[Tensor, ...] = torch.ops.bwattn.sdpa_backward.default.redispatch(keyset, *args)
+        return grads
+
+    @staticmethod
+    def backward(ctx: Any, *_: Tensor | None) -> NoReturn:
+        raise NotImplementedError(_NO_SECOND_DERIVATIVE)
+
+    @staticmethod
+    def jvp(ctx: Any, *_: Any) -> NoReturn:
+        raise NotImplementedError(_NO_FORWARD_MODE)
+
+
+def _kernel(name: str, node: type[_SingleLevelFunction]) -> Any:
+    op = getattr(torch.ops.bwattn, name).default
+
+    def run(keyset: DispatchKeySet, *args: Any) -> Any:
+        below = keyset & _after_autograd_keyset
+        if torch.is_grad_enabled() and torch._C._any_requires_grad(*args):
+            with enable_single_level_autograd_function():
+                return node.apply(below, *args)
+        with _AutoDispatchBelowAutograd():
+            return op.redispatch(below, *args)
+
+    return run
+
+
+library.impl("sdpa_forward", _kernel("sdpa_forward", _Forward), "Autograd", with_keyset=True)
+library.impl("sdpa_backward", _kernel("sdpa_backward", _Backward), "Autograd", with_keyset=True)

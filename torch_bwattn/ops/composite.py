@@ -1,0 +1,64 @@
+"""``bwattn::sdpa`` and ``bwattn::sdpa_with_lse``: from a user's call to the 4-D primitive.
+
+Registered as CompositeImplicitAutograd, so every transform (autograd, vmap, functionalisation, fake tensors, subclasses)
+sees only views, the seed's draw and the primitive.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ..backends.philox import new_state
+from ..problem import Call, normalize
+from .schema import library
+
+_AUTOCAST_KEEPS = (torch.float64,)
+
+
+def autocast(*tensors: Tensor | None) -> tuple[Tensor | None, ...]:
+    """Cast as PyTorch's autocast casts attention's operands: floating tensors but float64, the mask included."""
+    device_type = tensors[0].device.type if tensors[0] is not None else "cpu"
+    if not torch.is_autocast_enabled(device_type):
+        return tensors
+    dtype = torch.get_autocast_dtype(device_type)
+    return tuple(
+        t.to(dtype) if t is not None and t.is_floating_point() and t.dtype not in _AUTOCAST_KEEPS else t
+        for t in tensors
+    )
+
+
+def _call(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    *,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    causal_alignment: str = "top_left",
+) -> tuple[Call, Tensor, Tensor]:
+    q, k, v, mask = autocast(query, key, value, attn_mask)
+    call = normalize(q, k, v, mask, dropout_p, is_causal, scale, enable_gqa, causal_alignment)  # type: ignore[arg-type]
+    rng_state = new_state(call.q.device) if 0.0 < dropout_p < 1.0 else None
+    out, lse = torch.ops.bwattn.sdpa_forward.default(
+        call.q, call.k, call.v, call.mask, rng_state, dropout_p, is_causal, call.scale, causal_alignment
+    )
+    return call, out, lse
+
+
+def sdpa(*args, **kwargs) -> Tensor:  # type: ignore[no-untyped-def]
+    call, out, _ = _call(*args, **kwargs)
+    return call.restore(out)
+
+
+def sdpa_with_lse(*args, **kwargs) -> tuple[Tensor, Tensor]:  # type: ignore[no-untyped-def]
+    call, out, lse = _call(*args, **kwargs)
+    return call.restore(out), call.restore(lse)
+
+
+for _name, _function in (("sdpa", sdpa), ("sdpa_with_lse", sdpa_with_lse)):
+    library.impl(_name, _function, "CompositeImplicitAutograd")
+    library.impl(_name, _function, "FuncTorchBatched")  # vmap's fallback would loop over samples instead of decomposing

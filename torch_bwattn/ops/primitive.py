@@ -1,0 +1,131 @@
+"""``bwattn::sdpa_forward`` and ``bwattn::sdpa_backward`` on real tensors: describe, choose, run.
+
+What a description leads to (problem, choice, launch) is remembered under the call's metadata, so that a warm call costs a
+dictionary look-up besides its kernels. The table is bounded; it is emptied when full, which costs a description anew.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Hashable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..backends.base import BackwardFn, BackwardInputs, ForwardFn, ForwardInputs
+from ..problem import describe
+from ..selection.choose import choose
+from ..selection.pin import pinned
+from .schema import library
+
+_MOST_PLANS = 4096
+_forward_plans: dict[Hashable, tuple[str, ForwardFn]] = {}
+_backward_plans: dict[Hashable, BackwardFn] = {}
+_counts: Counter[str] = Counter()
+
+
+def call_counts() -> dict[str, int]:
+    """Forward calls since start (or the last reset), by the backend that ran them.
+
+    Replays of a CUDA graph run no Python and are not counted.
+    """
+    return dict(_counts)
+
+
+def reset_call_counts() -> None:
+    """Set every count to 0."""
+    _counts.clear()
+
+
+def count_call(name: str) -> None:
+    """Count one call that stayed outside the op (the patch counts what it leaves to PyTorch)."""
+    _counts[name] += 1
+
+
+def _meta(tensor: Tensor | None) -> Hashable:
+    if tensor is None:
+        return None
+    return tensor.shape, tensor.stride(), tensor.dtype, tensor.data_ptr() & 15
+
+
+def _remember(table: dict[Hashable, Any], key: Hashable, value: Any) -> None:
+    if len(table) >= _MOST_PLANS:
+        table.clear()
+    table[key] = value
+
+
+def forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    rng_state: Tensor | None,
+    dropout_p: float,
+    is_causal: bool,
+    scale: float,
+    causal_alignment: str,
+    backend: str | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Run one 4-D forward: ``(out, lse)``."""
+    pin = pinned() or backend
+    deterministic = torch.are_deterministic_algorithms_enabled()
+    key = (
+        (_meta(q), _meta(k), _meta(v), _meta(mask), q.device)
+        + (dropout_p, is_causal, scale, causal_alignment, pin, deterministic)
+    )  # fmt: skip
+    found = _forward_plans.get(key)
+    if found is None:
+        problem = describe(
+            q, k, v, mask, scale=scale, is_causal=is_causal, causal_alignment=causal_alignment, dropout_p=dropout_p
+        )
+        chosen = choose(problem, pin)
+        found = chosen.name, chosen.forward(problem)
+        _remember(_forward_plans, key, found)
+    _counts[found[0]] += 1
+    return found[1](ForwardInputs(q, k, v, mask, rng_state))
+
+
+def backward(
+    grad_out: Tensor,
+    grad_lse: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    out: Tensor,
+    lse: Tensor,
+    rng_state: Tensor | None,
+    dropout_p: float,
+    is_causal: bool,
+    scale: float,
+    causal_alignment: str,
+    output_mask: list[bool],
+    backend: str | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Run one 4-D backward; a gradient that is not wanted comes back as an empty tensor of shape ``[0]``."""
+    pin = pinned() or backend
+    deterministic = torch.are_deterministic_algorithms_enabled()
+    wanted = (output_mask[0], output_mask[1], output_mask[2], output_mask[3])
+    key = (
+        (_meta(q), _meta(k), _meta(v), _meta(mask), _meta(grad_out), _meta(out), grad_lse is None, q.device)
+        + (dropout_p, is_causal, scale, causal_alignment, wanted[3], pin, deterministic)
+    )  # fmt: skip
+    run = _backward_plans.get(key)
+    if run is None:
+        problem = describe(
+            q, k, v, mask, scale=scale, is_causal=is_causal, causal_alignment=causal_alignment, dropout_p=dropout_p,
+            backward=True, mask_grad=wanted[3], lse_grad=grad_lse is not None, more=(grad_out, out),
+        )  # fmt: skip
+        run = choose(problem, pin).backward(problem)
+        _remember(_backward_plans, key, run)
+    grads = run(BackwardInputs(grad_out, grad_lse, q, k, v, mask, out, lse, rng_state), wanted)
+    dq, dk, dv, dmask = (
+        grad if want and grad is not None else q.new_empty(0) for grad, want in zip(grads, wanted, strict=True)
+    )
+    return dq, dk, dv, dmask
+
+
+for _key in ("CPU", "CUDA"):
+    library.impl("sdpa_forward", forward, _key)
+    library.impl("sdpa_backward", backward, _key)

@@ -1,0 +1,317 @@
+"""One call, described: validation, normalisation to 4-D, and the frozen :class:`Problem` that backends judge.
+
+``normalize`` is the only place where arguments are checked, for every entry point (the ops, ``torch_bwattn.sdpa``, the
+patch, ``explain``). It works on real, fake and functorch tensors alike, so eager and compiled calls raise the same text.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from .errors import expected
+from .layout import IntLike
+from .target import target_of
+
+DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+ALIGNMENTS = ("top_left", "bottom_right")
+
+
+class Call(NamedTuple):
+    """A validated call in the primitive's terms: 4-D views, and how to give the result the caller's shape again."""
+
+    q: Tensor  # [B, Hq, Sq, D]
+    k: Tensor  # [B, Hkv, Skv, D]
+    v: Tensor  # [B, Hkv, Skv, Dv]
+    mask: Tensor | None  # [B|1, Hq|1, Sq|1, Skv|1]
+    scale: float
+    lead: tuple[IntLike, ...] | None  # the caller's leading dimensions; None when the call was 4-D already
+
+    def restore(self, out: Tensor) -> Tensor:
+        """``[B, Hq, …]`` back to the caller's leading dimensions."""
+        return out if self.lead is None else out.reshape((*self.lead, *out.shape[2:]))
+
+
+def check_flags(is_causal: object, enable_gqa: object) -> None:
+    """Refuse ints and None as flags, as ``F.scaled_dot_product_attention`` does and a dispatcher schema does not."""
+    for name, value in (("is_causal", is_causal), ("enable_gqa", enable_gqa)):
+        if not isinstance(value, bool):
+            raise TypeError(expected(name, "a bool", f"{value!r} ({type(value).__name__})"))
+
+
+def check_tensors(query: object, key: object, value: object, attn_mask: object) -> None:
+    """Refuse anything but tensors (and None as the mask) with the argument's name."""
+    for name, tensor in (("query", query), ("key", key), ("value", value)):
+        if not isinstance(tensor, Tensor):
+            raise TypeError(expected(name, "a Tensor", type(tensor).__name__))
+    if attn_mask is not None and not isinstance(attn_mask, Tensor):
+        raise TypeError(expected("attn_mask", "a Tensor or None", type(attn_mask).__name__))
+
+
+def normalize(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None,
+    dropout_p: float,
+    is_causal: bool,
+    scale: float | None,
+    enable_gqa: bool,
+    causal_alignment: str,
+) -> Call:
+    """Validate one call and view its tensors as the 4-D primitive takes them.
+
+    Args:
+        query: ``[..., Sq, D]``, rank 2 or more, one of :data:`DTYPES`.
+        key: ``[..., Skv, D]``; leading dimensions broadcast against the query's.
+        value: ``[..., Skv, Dv]``; likewise.
+        attn_mask: bool (True keeps), the query's dtype or float32; broadcasts to ``[..., Sq, Skv]``.
+        dropout_p: in [0, 1].
+        is_causal: not together with ``attn_mask``.
+        scale: None means ``1 / sqrt(D)``.
+        enable_gqa: the query's head count is a multiple of the key's and of the value's.
+        causal_alignment: ``"top_left"`` or ``"bottom_right"``; the latter needs ``is_causal``.
+
+    Returns:
+        Views (an expanded operand of rank above 4 may be copied, at most its own broadcast size, never Sq x Skv).
+
+    Raises:
+        TypeError: a dtype that is not supported, or that differs between operands.
+        ValueError: any other misuse.
+    """
+    _check_operands(query, key, value)
+    _check_options(attn_mask is not None, dropout_p, is_causal, causal_alignment)
+    head_dim = query.shape[-1]
+    if scale is None:
+        scale = 1.0 / math.sqrt(head_dim) if head_dim > 0 else 1.0
+    if enable_gqa:
+        key, value = _group_heads(query, key, value)
+    lead = _lead_shape(query, key, value, enable_gqa)
+    mask = None if attn_mask is None else _check_mask(attn_mask, query, key, enable_gqa)
+    if query.dim() == key.dim() == value.dim() == 4 and query.shape[:2] == lead:
+        same_batch = key.shape[0] == value.shape[0] == query.shape[0]
+        if same_batch and key.shape[1] == value.shape[1] and (enable_gqa or key.shape[1] in (1, query.shape[1])):
+            return Call(query, key, value, _mask_4d(mask, lead), scale, None)
+    batch: IntLike = 1
+    for size in lead[:-1]:
+        batch = batch * size
+    heads = lead[-1] if lead else 1
+    kv_heads = heads
+    if lead and key.dim() > 2 and value.dim() > 2 and key.shape[-3] == value.shape[-3]:
+        kv_heads = key.shape[-3]  # fewer than the query's: grouped, or one head for all; never repeated in memory
+
+    def flat(tensor: Tensor, count: IntLike) -> Tensor:
+        sizes = (*lead[:-1], count) if lead else ()
+        return tensor.expand(*sizes, *tensor.shape[-2:]).reshape(batch, count, *tensor.shape[-2:])
+
+    return Call(
+        flat(query, heads), flat(key, kv_heads), flat(value, kv_heads), _mask_4d(mask, lead), scale, tuple(lead)
+    )
+
+
+def _check_operands(query: Tensor, key: Tensor, value: Tensor) -> None:
+    for name, tensor in (("query", query), ("key", key), ("value", value)):
+        if tensor.dim() < 2:
+            raise ValueError(expected(name, "at least 2 dimensions (..., sequence, width)", f"{tensor.dim()}"))
+        if tensor.dtype not in DTYPES:
+            raise TypeError(expected(name, "dtype bfloat16, float16, float32 or float64", tensor.dtype))
+        if tensor.dtype != query.dtype:
+            raise TypeError(expected(name, f"dtype {query.dtype}, the query's", tensor.dtype))
+        if tensor.device != query.device:
+            raise ValueError(expected(name, f"device {query.device}, the query's", tensor.device))
+    if key.shape[-1] != query.shape[-1]:
+        raise ValueError(expected("key", f"last size {query.shape[-1]}, the query's width", key.shape[-1]))
+    if value.shape[-2] != key.shape[-2]:
+        raise ValueError(
+            expected("value", f"sequence length {key.shape[-2]}, the key's", f"sequence length {value.shape[-2]}")
+        )
+
+
+def _check_options(masked: bool, dropout_p: float, is_causal: bool, causal_alignment: str) -> None:
+    if not 0.0 <= dropout_p <= 1.0:
+        raise ValueError(expected("dropout_p", "a probability in [0, 1]", dropout_p))
+    if masked and is_causal:
+        raise ValueError(expected("attn_mask", "None when is_causal=True", "both; fold causality into the mask"))
+    if causal_alignment not in ALIGNMENTS:
+        raise ValueError(expected("causal_alignment", "'top_left' or 'bottom_right'", repr(causal_alignment)))
+    if causal_alignment == "bottom_right" and not is_causal:
+        raise ValueError(expected("causal_alignment", "'top_left' unless is_causal=True", repr(causal_alignment)))
+
+
+def _group_heads(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+    """Check grouped-query head counts; a key and value that differ in theirs are brought to the larger one."""
+    for name, tensor in (("query", query), ("key", key), ("value", value)):
+        if tensor.dim() < 3:
+            raise ValueError(expected(name, "a head dimension (rank 3 or more) with enable_gqa=True", tensor.dim()))
+    heads = query.shape[-3]
+    for name, tensor in (("key", key), ("value", value)):
+        count = tensor.shape[-3]
+        if heads != count and (count == 0 or heads % count != 0):
+            raise ValueError(expected(name, f"a head count that divides the query's {heads} (enable_gqa)", count))
+    most = max(key.shape[-3], value.shape[-3])
+    if key.shape[-3] == value.shape[-3]:
+        return key, value
+    if most % min(key.shape[-3], value.shape[-3]) != 0:
+        most = heads
+    return _repeat_heads(key, most), _repeat_heads(value, most)
+
+
+def _repeat_heads(tensor: Tensor, count: IntLike) -> Tensor:
+    return tensor if tensor.shape[-3] == count else tensor.repeat_interleave(count // tensor.shape[-3], -3)
+
+
+def _lead_shape(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool) -> tuple[IntLike, ...]:
+    """The broadcast leading dimensions; with grouped queries the query's head count stands for all."""
+    lead = list(query.shape[:-2])
+    for name, tensor in (("key", key), ("value", value)):
+        other = list(tensor.shape[:-2])
+        if enable_gqa:
+            other[-1] = query.shape[-3]
+        if len(other) > len(lead):
+            lead = [1] * (len(other) - len(lead)) + lead
+        for i in range(1, len(other) + 1):
+            if lead[-i] == 1:
+                lead[-i] = other[-i]
+            elif other[-i] != 1 and other[-i] != lead[-i]:
+                raise ValueError(
+                    expected(name, f"leading dimensions that broadcast with {tuple(lead)}", tuple(tensor.shape[:-2]))
+                )
+    return tuple(lead)
+
+
+def _check_mask(mask: Tensor, query: Tensor, key: Tensor, enable_gqa: bool) -> Tensor:
+    if mask.dtype not in (torch.bool, torch.float32, query.dtype):
+        raise TypeError(expected("attn_mask", f"dtype bool, {query.dtype} (the query's) or float32", mask.dtype))
+    if mask.device != query.device:
+        raise ValueError(expected("attn_mask", f"device {query.device}, the query's", mask.device))
+    scores = (*_lead_shape(query, key, key, enable_gqa), query.shape[-2], key.shape[-2])
+    fits = mask.dim() <= len(scores)
+    for i in range(1, mask.dim() + 1):
+        fits = fits and (mask.shape[-i] == 1 or mask.shape[-i] == scores[-i])
+    if not fits:
+        raise ValueError(expected("attn_mask", f"a shape that broadcasts to {scores}", tuple(mask.shape)))
+    return mask
+
+
+def _mask_4d(mask: Tensor | None, lead: tuple[IntLike, ...]) -> Tensor | None:
+    """The mask as ``[B|1, Hq|1, Sq|1, Skv|1]``, a view unless more than one batch dimension is only partly broadcast."""
+    if mask is None:
+        return None
+    while mask.dim() < 4:
+        mask = mask.unsqueeze(0)
+    if mask.dim() == 4 and len(lead) <= 3:
+        return mask
+    outer = tuple(mask.shape[:-3])
+    outer = (1,) * (len(lead) - 1 - len(outer)) + outer
+    if all(size == 1 for size in outer):
+        return mask.reshape(1, *mask.shape[-3:])
+    return mask.expand(*lead[:-1], *mask.shape[-3:]).reshape(-1, *mask.shape[-3:])
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One 4-D call as backends and the choice see it: features, sizes and alignment, never tensors.
+
+    Sizes count elements. ``diagonal`` is the causal rule's offset: key j is visible to query i when
+    ``j <= i + diagonal``; None when the call is not causal. ``mask_sizes`` is the mask's own shape before broadcasting.
+    """
+
+    target: str
+    dtype: torch.dtype
+    batch: int
+    heads: int
+    kv_heads: int
+    q_len: int
+    kv_len: int
+    head_dim: int
+    value_dim: int
+    scale: float
+    diagonal: int | None = None
+    mask_dtype: torch.dtype | None = None
+    mask_sizes: tuple[int, ...] | None = None
+    mask_grad: bool = False
+    dropout_p: float = 0.0
+    unit_last_strides: bool = True
+    aligned: bool = True  # base pointers and all outer strides are multiples of 16 bytes
+    wide_index: bool = False  # some tensor reaches past 2^31 - 1 elements from its base
+    deterministic: bool = False
+    backward: bool = False
+    lse_grad: bool = False
+
+    @property
+    def empty(self) -> bool:
+        """Nothing to attend: some size that a score needs is 0."""
+        return 0 in (self.batch, self.heads, self.q_len, self.kv_len, self.value_dim)
+
+    @property
+    def score_count(self) -> int:
+        """Entries of the full score matrix, which no path may allocate."""
+        return self.batch * self.heads * self.q_len * self.kv_len
+
+
+_INT32_MAX = 2**31 - 1
+
+
+def describe(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    *,
+    scale: float,
+    is_causal: bool,
+    causal_alignment: str,
+    dropout_p: float,
+    backward: bool = False,
+    mask_grad: bool = False,
+    lse_grad: bool = False,
+    more: tuple[Tensor, ...] = (),
+) -> Problem:
+    """The :class:`Problem` of one 4-D call on real tensors; ``more`` are further operands (grad_out, out)."""
+    diagonal = None
+    if is_causal:
+        diagonal = k.shape[2] - q.shape[2] if causal_alignment == "bottom_right" else 0
+    operands = (q, k, v, *more) if mask is None else (q, k, v, mask, *more)
+    return Problem(
+        target=target_of(q.device),
+        dtype=q.dtype,
+        batch=q.shape[0],
+        heads=q.shape[1],
+        kv_heads=k.shape[1],
+        q_len=q.shape[2],
+        kv_len=k.shape[2],
+        head_dim=q.shape[3],
+        value_dim=v.shape[3],
+        scale=scale,
+        diagonal=diagonal,
+        mask_dtype=None if mask is None else mask.dtype,
+        mask_sizes=None if mask is None else tuple(mask.shape),
+        mask_grad=mask_grad,
+        dropout_p=dropout_p,
+        unit_last_strides=all(t.stride(3) == 1 or t.shape[3] <= 1 for t in (q, k, v, *more)),
+        aligned=all(_aligned(t) for t in (q, k, v, *more)),
+        wide_index=any(extent(t) > _INT32_MAX for t in operands) or _broadcast_extent(q, k) > _INT32_MAX,
+        deterministic=torch.are_deterministic_algorithms_enabled(),
+        backward=backward,
+        lse_grad=lse_grad,
+    )
+
+
+def extent(tensor: Tensor) -> int:
+    """Elements between the first and the last one a tensor reaches: what an index must be able to hold."""
+    return sum((size - 1) * abs(step) for size, step in zip(tensor.shape, tensor.stride(), strict=True) if size > 0)
+
+
+def _broadcast_extent(q: Tensor, k: Tensor) -> int:
+    """The extent of the dense outputs and gradients, whose strides the layout rule fixes."""
+    return max(q.numel(), k.numel())
+
+
+def _aligned(tensor: Tensor) -> bool:
+    per_16_bytes = max(1, 16 // tensor.element_size())
+    outer = all(step % per_16_bytes == 0 or size <= 1 for size, step in zip(tensor.shape[:3], tensor.stride()[:3]))
+    return outer and tensor.data_ptr() % 16 == 0
