@@ -95,7 +95,7 @@ def normalize(
     if query.dim() == key.dim() == value.dim() == 4 and query.shape[:2] == lead:
         same_batch = key.shape[0] == value.shape[0] == query.shape[0]
         if same_batch and key.shape[1] == value.shape[1] and (enable_gqa or key.shape[1] in (1, query.shape[1])):
-            return Call(query, key, value, _mask_4d(mask, lead), scale, None)
+            return Call(query, key, value, _mask_4d(mask, lead, query.shape[0]), scale, None)
     batch: IntLike = 1
     for size in lead[:-1]:
         batch = batch * size
@@ -109,7 +109,7 @@ def normalize(
         return tensor.expand(*sizes, *tensor.shape[-2:]).reshape(batch, count, *tensor.shape[-2:])
 
     return Call(
-        flat(query, heads), flat(key, kv_heads), flat(value, kv_heads), _mask_4d(mask, lead), scale, tuple(lead)
+        flat(query, heads), flat(key, kv_heads), flat(value, kv_heads), _mask_4d(mask, lead, batch), scale, lead
     )
 
 
@@ -197,7 +197,7 @@ def _check_mask(mask: Tensor, query: Tensor, key: Tensor, enable_gqa: bool) -> T
     return mask
 
 
-def _mask_4d(mask: Tensor | None, lead: tuple[IntLike, ...]) -> Tensor | None:
+def _mask_4d(mask: Tensor | None, lead: tuple[IntLike, ...], batch: IntLike) -> Tensor | None:
     """The mask as ``[B|1, Hq|1, Sq|1, Skv|1]``, a view unless more than one batch dimension is only partly broadcast."""
     if mask is None:
         return None
@@ -209,7 +209,7 @@ def _mask_4d(mask: Tensor | None, lead: tuple[IntLike, ...]) -> Tensor | None:
     outer = (1,) * (len(lead) - 1 - len(outer)) + outer
     if all(size == 1 for size in outer):
         return mask.reshape(1, *mask.shape[-3:])
-    return mask.expand(*lead[:-1], *mask.shape[-3:]).reshape(-1, *mask.shape[-3:])
+    return mask.expand(*lead[:-1], *mask.shape[-3:]).reshape(batch, *mask.shape[-3:])
 
 
 @dataclass(frozen=True)

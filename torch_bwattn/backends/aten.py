@@ -1,7 +1,7 @@
 """PyTorch's own fused kernels as a backend, wherever they are right.
 
 CPU: the fused flash kernel, which returns ``out`` and ``lse``. Known to be wrong, measured on torch 2.13: NaN for causal
-problems with a scale of 0 or less; a row of ``out`` 0 and of ``lse`` 0 both for a row that sees nothing and for a NaN
+problems with a scale of 0 or less; a float32 mask read as float64 beside float64 operands; a row of ``out`` 0 and of ``lse`` 0 both for a row that sees nothing and for a NaN
 query; NaN for a last stride other than 1; a backward that trusts ``lse`` where it has lost the row's sum (rows of huge
 negative logits). The first is refused by ``supports``; the others show in ``lse`` or in the strides and are answered by
 the reference or a copy.
@@ -38,17 +38,24 @@ def _unit_last(tensor: Tensor) -> Tensor:
 
 def _mask_chunks(problem: Problem, mask: Tensor) -> int:
     """Query rows per call, so that a converted mask takes no more elements than the query."""
-    if mask.dtype == problem.dtype or mask.shape[2] == 1:
+    if mask.shape[2] == 1 or not _converts(mask, problem.dtype):
         return problem.q_len
     per_row = mask.shape[0] * mask.shape[1] * mask.shape[3]
     budget = max(2**18, problem.batch * problem.heads * problem.q_len * problem.head_dim)
     return max(1, min(problem.q_len, budget // per_row))
 
 
+def _converts(mask: Tensor, dtype: torch.dtype) -> bool:
+    """Whether the CPU kernel cannot read the mask as it is: bool, or float32 beside float64 (read as float64: wrong)."""
+    return mask.dtype not in (dtype, torch.float32) or (dtype == torch.float64 and mask.dtype != dtype)
+
+
 def _additive(mask: Tensor, dtype: torch.dtype) -> Tensor:
     """A mask as the CPU kernel takes it: added to the scores, in the query's dtype or float32."""
-    if mask.dtype != torch.bool:
+    if not _converts(mask, dtype):
         return mask
+    if mask.dtype != torch.bool:
+        return mask.to(dtype)
     return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill_(~mask, -torch.inf)
 
 
@@ -116,6 +123,8 @@ class AtenBackend(Backend):
 
     def _refuse_on_device(self, problem: Problem) -> str:
         if problem.target == "cpu":
+            if problem.score_count < reference.SMALL_SCORE_COUNT:
+                return f"below {reference.SMALL_SCORE_COUNT} scores its rounding can break the accuracy rule"
             if problem.diagonal not in (None, 0):
                 return "its causal rule is top-left only"
             return ""

@@ -11,11 +11,19 @@ from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
-from torch._C import DispatchKeySet, _after_autograd_keyset, _AutoDispatchBelowAutograd
+from torch._C import (
+    DispatchKey,
+    DispatchKeySet,
+    _after_autograd_keyset,
+    _AutoDispatchBelowAutograd,
+    _dispatch_tls_is_dispatch_key_included,
+)
+from torch._C._functorch import peek_interpreter_stack
 from torch._functorch.utils import enable_single_level_autograd_function
 from torch.autograd.function import _SingleLevelFunction
 
 from ..selection.pin import pinned
+from . import primitive
 from .schema import library
 
 _NO_FORWARD_MODE = (
@@ -27,15 +35,29 @@ _NO_SECOND_DERIVATIVE = (
     "torch.nn.attention.sdpa_kernel(SDPBackend.MATH)"
 )
 
+_WATCHERS = (DispatchKey.Python, DispatchKey.PreDispatch)
 
-class _Forward(_SingleLevelFunction):  # type: ignore[misc]
-    """``sdpa_forward`` as one autograd node. Arguments: the keyset to go on with, then the operator's own."""
+
+def watched() -> bool:
+    """Whether a dispatch mode or a functorch level must see every operator call."""
+    return peek_interpreter_stack() is not None or any(map(_dispatch_tls_is_dispatch_key_included, _WATCHERS))
+
+
+class Forward(_SingleLevelFunction):  # type: ignore[misc]
+    """``sdpa_forward`` as one autograd node.
+
+    Arguments: the keyset to go on with (None: straight to the device's implementation), then the operator's own.
+    """
 
     @staticmethod
-    def forward(ctx: Any, keyset: DispatchKeySet, *args: Any) -> tuple[Tensor, Tensor]:
+    def forward(ctx: Any, keyset: DispatchKeySet | None, *args: Any) -> tuple[Tensor, Tensor]:
         query, key, value, mask, rng_state, *options = args
-        with _AutoDispatchBelowAutograd():
-            out, lse = torch.ops.bwattn.sdpa_forward.default.redispatch(keyset, *args)
+        if keyset is None:
+            out, lse = primitive.forward(*args)
+        else:
+            with _AutoDispatchBelowAutograd():
+                out, lse = torch.ops.bwattn.sdpa_forward.default.redispatch(keyset, *args)
+        ctx.direct = keyset is None
         ctx.save_for_backward(query, key, value, mask, out, lse, rng_state)
         ctx.options = options[:4]  # dropout_p, is_causal, scale, causal_alignment
         ctx.backend = pinned() or (options[4] if len(options) > 4 else None)
@@ -51,7 +73,9 @@ class _Forward(_SingleLevelFunction):  # type: ignore[misc]
         if grad_out is None:
             grad_out = torch.zeros((), dtype=out.dtype, device=out.device).expand(out.shape)
         wanted = list(ctx.needs_input_grad[1:5])
-        grads = torch.ops.bwattn.sdpa_backward.default(
+        direct = ctx.direct and not torch.is_grad_enabled() and type(grad_out) is Tensor and not watched()
+        run = primitive.backward if direct else torch.ops.bwattn.sdpa_backward.default
+        grads = run(
             grad_out, grad_lse, query, key, value, mask, out, lse, rng_state, *ctx.options, wanted, ctx.backend
         )
         used = (grad if want else None for grad, want in zip(grads, wanted, strict=True))
@@ -94,5 +118,5 @@ def _kernel(name: str, node: type[_SingleLevelFunction]) -> Any:
     return run
 
 
-library.impl("sdpa_forward", _kernel("sdpa_forward", _Forward), "Autograd", with_keyset=True)
+library.impl("sdpa_forward", _kernel("sdpa_forward", Forward), "Autograd", with_keyset=True)
 library.impl("sdpa_backward", _kernel("sdpa_backward", _Backward), "Autograd", with_keyset=True)

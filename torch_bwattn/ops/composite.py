@@ -6,11 +6,14 @@ sees only views, the seed's draw and the primitive.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from ..backends.philox import new_state
-from ..problem import Call, normalize
+from ..problem import normalize
+from . import eager
 from .schema import library
 
 _AUTOCAST_KEEPS = (torch.float64,)
@@ -28,7 +31,7 @@ def autocast(*tensors: Tensor | None) -> tuple[Tensor | None, ...]:
     )
 
 
-def _call(
+def sdpa_with_lse(
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -39,24 +42,23 @@ def _call(
     scale: float | None = None,
     enable_gqa: bool = False,
     causal_alignment: str = "top_left",
-) -> tuple[Call, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor]:
+    """``bwattn::sdpa_with_lse``: ``(out, lse)``; see :func:`torch_bwattn.sdpa` for the arguments."""
+    done = eager.call(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, causal_alignment)
+    if done is not None:
+        return done
     q, k, v, mask = autocast(query, key, value, attn_mask)
     call = normalize(q, k, v, mask, dropout_p, is_causal, scale, enable_gqa, causal_alignment)  # type: ignore[arg-type]
     rng_state = new_state(call.q.device) if 0.0 < dropout_p < 1.0 else None
     out, lse = torch.ops.bwattn.sdpa_forward.default(
         call.q, call.k, call.v, call.mask, rng_state, dropout_p, is_causal, call.scale, causal_alignment
     )
-    return call, out, lse
-
-
-def sdpa(*args, **kwargs) -> Tensor:  # type: ignore[no-untyped-def]
-    call, out, _ = _call(*args, **kwargs)
-    return call.restore(out)
-
-
-def sdpa_with_lse(*args, **kwargs) -> tuple[Tensor, Tensor]:  # type: ignore[no-untyped-def]
-    call, out, lse = _call(*args, **kwargs)
     return call.restore(out), call.restore(lse)
+
+
+def sdpa(*args: Any, **kwargs: Any) -> Tensor:
+    """``bwattn::sdpa``: the output alone."""
+    return sdpa_with_lse(*args, **kwargs)[0]
 
 
 for _name, _function in (("sdpa", sdpa), ("sdpa_with_lse", sdpa_with_lse)):

@@ -39,7 +39,7 @@ def reset_call_counts() -> None:
 
 
 def count_call(name: str) -> None:
-    """Count one call that stayed outside the op (the patch counts what it leaves to PyTorch)."""
+    """Count one forward under the name of what ran it (``pytorch`` for a call that the patch left to PyTorch)."""
     _counts[name] += 1
 
 
@@ -49,10 +49,41 @@ def _meta(tensor: Tensor | None) -> Hashable:
     return tensor.shape, tensor.stride(), tensor.dtype, tensor.data_ptr() & 15
 
 
-def _remember(table: dict[Hashable, Any], key: Hashable, value: Any) -> None:
+def signature(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, *options: Hashable) -> Hashable:
+    """Everything that a description depends on: operands' metadata, options, device and the determinism flag."""
+    deterministic = torch.are_deterministic_algorithms_enabled()
+    return _meta(q), _meta(k), _meta(v), _meta(mask), q.device, deterministic, options
+
+
+def remember(table: dict[Any, Any], key: Hashable, value: Any) -> None:
+    """Store under the table's bound."""
     if len(table) >= _MOST_PLANS:
         table.clear()
     table[key] = value
+
+
+def plan_forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    dropout_p: float,
+    is_causal: bool,
+    scale: float,
+    causal_alignment: str,
+    pin: str | None,
+) -> tuple[str, ForwardFn]:
+    """The chosen backend's name and what it runs, made at most once per signature."""
+    key = signature(q, k, v, mask, dropout_p, is_causal, scale, causal_alignment, pin)
+    found = _forward_plans.get(key)
+    if found is None:
+        problem = describe(
+            q, k, v, mask, scale=scale, is_causal=is_causal, causal_alignment=causal_alignment, dropout_p=dropout_p
+        )
+        chosen = choose(problem, pin)
+        found = chosen.name, chosen.forward(problem)
+        remember(_forward_plans, key, found)
+    return found
 
 
 def forward(
@@ -69,21 +100,9 @@ def forward(
 ) -> tuple[Tensor, Tensor]:
     """Run one 4-D forward: ``(out, lse)``."""
     pin = pinned() or backend
-    deterministic = torch.are_deterministic_algorithms_enabled()
-    key = (
-        (_meta(q), _meta(k), _meta(v), _meta(mask), q.device)
-        + (dropout_p, is_causal, scale, causal_alignment, pin, deterministic)
-    )  # fmt: skip
-    found = _forward_plans.get(key)
-    if found is None:
-        problem = describe(
-            q, k, v, mask, scale=scale, is_causal=is_causal, causal_alignment=causal_alignment, dropout_p=dropout_p
-        )
-        chosen = choose(problem, pin)
-        found = chosen.name, chosen.forward(problem)
-        _remember(_forward_plans, key, found)
-    _counts[found[0]] += 1
-    return found[1](ForwardInputs(q, k, v, mask, rng_state))
+    name, run = plan_forward(q, k, v, mask, dropout_p, is_causal, scale, causal_alignment, pin)
+    count_call(name)
+    return run(ForwardInputs(q, k, v, mask, rng_state))
 
 
 def backward(
@@ -105,12 +124,9 @@ def backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Run one 4-D backward; a gradient that is not wanted comes back as an empty tensor of shape ``[0]``."""
     pin = pinned() or backend
-    deterministic = torch.are_deterministic_algorithms_enabled()
     wanted = (output_mask[0], output_mask[1], output_mask[2], output_mask[3])
-    key = (
-        (_meta(q), _meta(k), _meta(v), _meta(mask), _meta(grad_out), _meta(out), grad_lse is None, q.device)
-        + (dropout_p, is_causal, scale, causal_alignment, wanted[3], pin, deterministic)
-    )  # fmt: skip
+    options = (dropout_p, is_causal, scale, causal_alignment, pin)
+    key = signature(q, k, v, mask, _meta(grad_out), _meta(out), grad_lse is None, wanted[3], *options)
     run = _backward_plans.get(key)
     if run is None:
         problem = describe(
@@ -118,7 +134,7 @@ def backward(
             backward=True, mask_grad=wanted[3], lse_grad=grad_lse is not None, more=(grad_out, out),
         )  # fmt: skip
         run = choose(problem, pin).backward(problem)
-        _remember(_backward_plans, key, run)
+        remember(_backward_plans, key, run)
     grads = run(BackwardInputs(grad_out, grad_lse, q, k, v, mask, out, lse, rng_state), wanted)
     dq, dk, dv, dmask = (
         grad if want and grad is not None else q.new_empty(0) for grad, want in zip(grads, wanted, strict=True)

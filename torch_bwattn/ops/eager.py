@@ -1,0 +1,103 @@
+"""The short way of an eager call: from the composite to the kernel without passing the dispatcher a second time.
+
+A call takes it when nothing watches or transforms operators (no dispatch mode, no functorch level, no tensor subclass, no
+autocast that would cast) and its shapes are the primitive's own. It computes what the long way computes; what it saves is
+validation, description and choice, remembered under the call's metadata, and one trip through the dispatcher.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from ..backends.base import ForwardFn, ForwardInputs
+from ..backends.philox import new_state
+from ..problem import normalize
+from ..selection.pin import pinned
+from . import autograd, primitive
+
+_PLAIN = (Tensor, Parameter)
+
+
+class _Entry(NamedTuple):
+    """What is remembered of a call: its scale, the mask's missing leading dimensions, and what runs without grad."""
+
+    scale: float
+    mask_rank: int
+    name: str
+    run: ForwardFn
+
+
+_entries: dict[object, _Entry | None] = {}
+
+
+def _casts(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> bool:
+    """Whether autocast is on and would change an operand."""
+    if not torch._C._is_any_autocast_enabled() or not torch.is_autocast_enabled(query.device.type):
+        return False
+    dtype = torch.get_autocast_dtype(query.device.type)
+    return any(t is not None and t.is_floating_point() and t.dtype != dtype for t in (query, key, value, mask))
+
+
+def call(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    dropout_p: float,
+    is_causal: bool,
+    scale: float | None,
+    enable_gqa: bool,
+    causal_alignment: str,
+) -> tuple[Tensor, Tensor] | None:
+    """``(out, lse)``, or None where the call must go the long way."""
+    if not (type(query) in _PLAIN and type(key) in _PLAIN and type(value) in _PLAIN):
+        return None
+    if (mask is not None and type(mask) not in _PLAIN) or autograd.watched() or _casts(query, key, value, mask):
+        return None
+    pin = pinned()
+    options = (dropout_p, is_causal, scale, enable_gqa, causal_alignment, pin)
+    signature = primitive.signature(query, key, value, mask, *options)
+    if signature in _entries:
+        entry = _entries[signature]
+    else:
+        entry = _enter(query, key, value, mask, *options)
+        primitive.remember(_entries, signature, entry)
+    if entry is None:
+        return None
+    if mask is not None and entry.mask_rank:
+        mask = mask[(None,) * entry.mask_rank]
+    rng_state = new_state(query.device) if 0.0 < dropout_p < 1.0 else None
+    if torch.is_grad_enabled() and (
+        query.requires_grad or key.requires_grad or value.requires_grad or (mask is not None and mask.requires_grad)
+    ):
+        result: tuple[Tensor, Tensor] = autograd.Forward.apply(
+            None, query, key, value, mask, rng_state, dropout_p, is_causal, entry.scale, causal_alignment, pin
+        )
+        return result
+    primitive.count_call(entry.name)
+    return entry.run(ForwardInputs(query, key, value, mask, rng_state))
+
+
+def _enter(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    dropout_p: float,
+    is_causal: bool,
+    scale: float | None,
+    enable_gqa: bool,
+    causal_alignment: str,
+    pin: str | None,
+) -> _Entry | None:
+    made = normalize(query, key, value, mask, dropout_p, is_causal, scale, enable_gqa, causal_alignment)
+    if made.q is not query or made.k is not key or made.v is not value or made.lead is not None:
+        return None
+    name, run = primitive.plan_forward(
+        made.q, made.k, made.v, made.mask, dropout_p, is_causal, made.scale, causal_alignment, pin
+    )
+    return _Entry(made.scale, 0 if mask is None else 4 - mask.dim(), name, run)
