@@ -203,7 +203,7 @@ def _mask_4d(mask: Tensor | None, lead: tuple[IntLike, ...], batch: IntLike) -> 
         return None
     while mask.dim() < 4:
         mask = mask.unsqueeze(0)
-    if mask.dim() == 4 and len(lead) <= 3:
+    if mask.dim() == 4 and len(lead) <= 2:
         return mask
     outer = tuple(mask.shape[:-3])
     outer = (1,) * (len(lead) - 1 - len(outer)) + outer

@@ -142,6 +142,8 @@ class AtenBackend(Backend):
             return "rows that see no key are not answered by flash"
         if not (problem.unit_last_strides and problem.aligned):
             return "flash needs unit last strides and 16-byte alignment"
+        if problem.backward and problem.deterministic:
+            return "flash's backward sums dQ in no fixed order"
         if problem.lse_grad:
             return "flash's backward has no LSE gradient"
         return ""

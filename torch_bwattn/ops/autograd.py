@@ -22,6 +22,7 @@ from torch._C._functorch import peek_interpreter_stack
 from torch._functorch.utils import enable_single_level_autograd_function
 from torch.autograd.function import _SingleLevelFunction
 
+from ..backends.base import ForwardFn, ForwardInputs
 from ..selection.pin import pinned
 from . import primitive
 from .schema import library
@@ -46,21 +47,34 @@ def watched() -> bool:
 class Forward(_SingleLevelFunction):  # type: ignore[misc]
     """``sdpa_forward`` as one autograd node.
 
-    Arguments: the keyset to go on with (None: straight to the device's implementation), then the operator's own.
+    Arguments: how to go on (the keyset to redispatch with, or the chosen backend's callable), then the operator's own.
     """
 
     @staticmethod
-    def forward(ctx: Any, keyset: DispatchKeySet | None, *args: Any) -> tuple[Tensor, Tensor]:
-        query, key, value, mask, rng_state, *options = args
-        if keyset is None:
-            out, lse = primitive.forward(*args)
-        else:
+    def forward(
+        ctx: Any,
+        onward: DispatchKeySet | ForwardFn,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        mask: Tensor | None,
+        rng_state: Tensor | None,
+        dropout_p: float,
+        is_causal: bool,
+        scale: float,
+        causal_alignment: str,
+        backend: str | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        ctx.direct = not isinstance(onward, DispatchKeySet)
+        ctx.options = dropout_p, is_causal, scale, causal_alignment
+        ctx.backend = pinned() or backend
+        if isinstance(onward, DispatchKeySet):
+            op = torch.ops.bwattn.sdpa_forward.default
             with _AutoDispatchBelowAutograd():
-                out, lse = torch.ops.bwattn.sdpa_forward.default.redispatch(keyset, *args)
-        ctx.direct = keyset is None
+                out, lse = op.redispatch(onward, query, key, value, mask, rng_state, *ctx.options, backend)
+        else:
+            out, lse = onward(ForwardInputs(query, key, value, mask, rng_state))
         ctx.save_for_backward(query, key, value, mask, out, lse, rng_state)
-        ctx.options = options[:4]  # dropout_p, is_causal, scale, causal_alignment
-        ctx.backend = pinned() or (options[4] if len(options) > 4 else None)
         ctx.set_materialize_grads(False)
         return out, lse
 

@@ -71,14 +71,14 @@ def call(
     if mask is not None and entry.mask_rank:
         mask = mask[(None,) * entry.mask_rank]
     rng_state = new_state(query.device) if 0.0 < dropout_p < 1.0 else None
+    primitive.count_call(entry.name)
     if torch.is_grad_enabled() and (
         query.requires_grad or key.requires_grad or value.requires_grad or (mask is not None and mask.requires_grad)
     ):
         result: tuple[Tensor, Tensor] = autograd.Forward.apply(
-            None, query, key, value, mask, rng_state, dropout_p, is_causal, entry.scale, causal_alignment, pin
+            entry.run, query, key, value, mask, rng_state, dropout_p, is_causal, entry.scale, causal_alignment, pin
         )
         return result
-    primitive.count_call(entry.name)
     return entry.run(ForwardInputs(query, key, value, mask, rng_state))
 
 

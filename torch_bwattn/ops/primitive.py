@@ -46,13 +46,13 @@ def count_call(name: str) -> None:
 def _meta(tensor: Tensor | None) -> Hashable:
     if tensor is None:
         return None
-    return tensor.shape, tensor.stride(), tensor.dtype, tensor.data_ptr() & 15
+    return tensor.shape, tensor.stride(), tensor.dtype, tensor.device, tensor.data_ptr() & 15
 
 
 def signature(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, *options: Hashable) -> Hashable:
-    """Everything that a description depends on: operands' metadata, options, device and the determinism flag."""
+    """Everything that a description depends on: operands' metadata, options and the determinism flag."""
     deterministic = torch.are_deterministic_algorithms_enabled()
-    return _meta(q), _meta(k), _meta(v), _meta(mask), q.device, deterministic, options
+    return _meta(q), _meta(k), _meta(v), _meta(mask), deterministic, options
 
 
 def remember(table: dict[Any, Any], key: Hashable, value: Any) -> None:
