@@ -1,0 +1,80 @@
+from __future__ import annotations
+
+import math
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+EXAMPLES = ROOT / "examples"
+TINY = ("--layers=1", "--heads=2", "--kv-heads=1", "--head-dim=8", "--seq-len=16", "--batch-size=2", "--steps=4")
+
+
+@pytest.fixture
+def train_lm(monkeypatch):
+    monkeypatch.syspath_prepend(str(EXAMPLES))
+    return pytest.importorskip("train_lm")
+
+
+def run_example(*options: str) -> subprocess.CompletedProcess[str]:
+    # The package of this checkout, installed or not.
+    path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
+    return subprocess.run(
+        [sys.executable, str(EXAMPLES / "train_lm.py"), *options],
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+
+
+def test_example_runs_and_reports(tmp_path):
+    plot = tmp_path / "curves.png"
+    done = run_example(*TINY, "--no-compile", "--device=cpu", "--sample-tokens=8", f"--plot={plot}")
+    assert done.returncode == 0, done.stderr
+    assert plot.read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
+    assert "Written by the patched model" in done.stdout
+    assert re.search(r"The losses differ by at most .* tolerance for torch.float32: 5e-03", done.stdout)
+    # One call a layer and step, each counted under the backend that computed it; none without the patch.
+    patched = re.search(r"^patched .*  (?P<calls>\S.*)$", done.stdout, re.MULTILINE)
+    assert patched is not None
+    assert sum(int(count) for count in re.findall(r"\w+ (\d+)", patched["calls"])) == 4
+    assert re.search(r"^plain .*  none counted$", done.stdout, re.MULTILINE)
+    assert "tokens/s" in done.stderr  # the progress bar
+
+
+def test_example_names_bad_sizes():
+    done = run_example("--heads=4", "--kv-heads=3", "--device=cpu")
+    assert done.returncode != 0
+    assert "heads=4 and kv_heads=3" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("losses", "calls", "plain_calls", "expected"),
+    [
+        ([4.0, 3.0], {"aten": 2}, {}, []),
+        ([4.0, 3.001], {"aten": 2}, {}, []),
+        ([4.0, 3.1], {"aten": 2}, {}, ["the two loss curves disagree"]),
+        ([4.0, math.nan], {"aten": 2}, {}, ["the two loss curves disagree"]),
+        ([4.0, 3.0], {}, {}, ["the patch reached no attention call"]),
+        ([4.0, 3.0], {"aten": 2}, {"aten": 2}, ["the run without the patch called torch_bwattn"]),
+    ],
+)
+def test_failures_are_found(train_lm, losses, calls, plain_calls, expected):
+    patched = train_lm.Run(None, losses, 1.0, 1.0, calls)
+    plain = train_lm.Run(None, [4.0, 3.0], 1.0, 1.0, plain_calls)
+    assert train_lm.failures(patched, plain, 5e-3) == expected
+
+
+def test_vocabulary_round_trip(train_lm):
+    text = train_lm.read_prose()
+    vocabulary = train_lm.Vocabulary(text, 400)
+    assert len(vocabulary) == 400
+    assert vocabulary.decode(vocabulary.encode(text[:5000]).tolist()) == text[:5000]
+    with pytest.raises(ValueError, match="distinct characters, got 10"):
+        train_lm.Vocabulary(text, 10)

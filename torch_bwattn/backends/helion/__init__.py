@@ -1,0 +1,1 @@
+"""Helion kernels, lowered to Triton. Importing this package imports neither; :mod:`.loader` does, on demand."""

@@ -1,0 +1,177 @@
+"""The Helion backend: which problems its kernels take, and how a call reaches them.
+
+Kernels and their language load at the first call (``forward``, ``backward``), never for a verdict.
+"""
+
+from __future__ import annotations
+
+import importlib
+from functools import lru_cache
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...layout import dense_strides, empty_like_order
+from ...problem import Problem
+from ...target import capability
+from .. import reference
+from ..base import Backend, BackwardFn, BackwardInputs, ForwardFn, ForwardInputs, Grads, Verdict, no, yes
+from . import configs, loader
+
+_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+_WIDEST = 256
+
+
+@lru_cache(maxsize=None)
+def _kernels(name: str) -> ModuleType:
+    """A kernel module, imported once Helion itself is known to load."""
+    loader.load()
+    return importlib.import_module(f"{__package__}.{name}")
+
+
+class HelionBackend(Backend):
+    """Helion kernels lowered to Triton, on every CUDA device from sm_80."""
+
+    name = "helion"
+
+    def missing(self) -> str | None:
+        return loader.why_missing()
+
+    def supports(self, problem: Problem) -> Verdict:
+        arch = capability(problem.target)
+        if arch is None or arch < (8, 0):
+            return no(f"its kernels need a CUDA device of sm_80 or later, got {problem.target}")
+        if problem.dtype not in _DTYPES:
+            return no(f"its kernels take bfloat16, float16 and float32, got {problem.dtype}")
+        if not (0 < problem.head_dim <= _WIDEST and 0 < problem.value_dim <= _WIDEST):
+            widths = f"D={problem.head_dim} and Dv={problem.value_dim}"
+            return no(f"its kernels take widths from 1 to {_WIDEST}, got {widths}")
+        if problem.dropout_p == 1.0:
+            return no("dropping everything needs no kernel")
+        if problem.backward:
+            return yes("; ".join(f"{kernel} {config}" for kernel, config in configs.backward(problem).items()))
+        return yes(str(configs.forward(problem)))
+
+    def forward(self, problem: Problem) -> ForwardFn:
+        return _Forward(problem)
+
+    def backward(self, problem: Problem) -> BackwardFn:
+        return _Backward(problem)
+
+
+def _expanded(problem: Problem, mask: Tensor | None) -> Tensor | None:
+    return None if mask is None else mask.expand(problem.batch, problem.heads, problem.q_len, problem.kv_len)
+
+
+def _switches(problem: Problem) -> dict[str, Any]:
+    """The options that every kernel's argument list is made from."""
+    return {
+        "scale": problem.scale,
+        "dropout_p": problem.dropout_p,
+        "causal": problem.diagonal is not None,
+        "diagonal": problem.diagonal or 0,
+    }
+
+
+class _Forward:
+    """One problem's forward: allocation and launch, decided at the first call."""
+
+    def __init__(self, problem: Problem) -> None:
+        self.problem = problem
+        self._launch: Any = None
+        self._rest: tuple[Any, ...] = ()
+        self._out: tuple[Any, ...] = ()
+
+    def __call__(self, x: ForwardInputs) -> tuple[Tensor, Tensor]:
+        problem = self.problem
+        if self._launch is None:
+            self._prepare(x)
+        sizes, strides = self._out
+        out = torch.empty_strided(sizes, strides, dtype=problem.dtype, device=x.q.device)
+        lse = torch.empty(sizes[:3], dtype=torch.float32, device=x.q.device)
+        mask = x.mask if x.mask is None else _expanded(problem, x.mask)
+        self._launch(x.q, x.k, x.v, mask, x.rng_state, out, lse, *self._rest)
+        return out, lse
+
+    def _prepare(self, x: ForwardInputs) -> None:
+        problem = self.problem
+        module = _kernels("forward")
+        sizes = (problem.batch, problem.heads, problem.q_len, problem.value_dim)
+        self._out = sizes, dense_strides(x.q, sizes)
+        out = torch.empty_strided(*self._out, dtype=problem.dtype, device=x.q.device)
+        lse = torch.empty(sizes[:3], dtype=torch.float32, device=x.q.device)
+        arguments = module.forward_arguments(
+            x.q, x.k, x.v, _expanded(problem, x.mask), x.rng_state, out, lse, **_switches(problem)
+        )
+        self._rest = arguments[7:]
+        self._launch = module.FORWARD.prepare(arguments, configs.forward(problem).helion())
+
+
+class _Backward:
+    """One problem's backward: the row terms, then dK and dV, dQ, and the mask's gradient, each a launch of its own."""
+
+    def __init__(self, problem: Problem) -> None:
+        self.problem = problem
+        self.additive = problem.mask_dtype is not None and problem.mask_dtype != torch.bool
+        self.configs = {kernel: config.helion() for kernel, config in configs.backward(problem).items()}
+        self._launches: dict[str, Any] = {}
+
+    def __call__(self, x: BackwardInputs, wanted: tuple[bool, bool, bool, bool]) -> Grads:
+        problem = self.problem
+        if problem.kv_len == 1:
+            # The softmax over one key is constant: dq and dk are exactly those of lse, where delta would leave rounding.
+            return reference.backward(problem, x, wanted)
+        module = _kernels("backward")
+        mask = _expanded(problem, x.mask)
+        terms = self._row_terms(module, x, mask)
+        operands = (x.q, x.k, x.v, mask, x.rng_state, x.grad_out, *terms)
+        options = module.options(**_switches(problem))
+        dq = dk = dv = dmask = None
+        if wanted[1] or wanted[2]:
+            dk, dv = _like(x.k), _like(x.v)
+            copies = module.row_copies_for(self.configs["dkv"])
+            self._run("dkv", module.DKV, (*operands, dk, dv, *options, copies))
+        if wanted[0]:
+            dq = _like(x.q)
+            self._run("dq", module.DQ, (*operands, dq, *options))
+        if wanted[3] and x.mask is not None:
+            dmask = self._mask_grad(x.mask, operands, options)
+        return dq, dk, dv, dmask
+
+    def _row_terms(self, module: ModuleType, x: BackwardInputs, mask: Tensor | None) -> tuple[Tensor | None, ...]:
+        scale, _, keep_scale, diagonal, causal = module.options(**_switches(self.problem))
+        lse = x.lse.contiguous()
+        dlse = None if x.grad_lse is None else x.grad_lse.contiguous()
+        norm, delta = torch.empty_like(lse), torch.empty_like(lse)
+        self._run("delta", module.DELTA, (x.out, x.grad_out, lse, dlse, norm, delta, keep_scale, self.additive))
+        if not self.additive:
+            return norm, delta, None
+        excess = torch.empty_like(lse)
+        self._run("excess", module.EXCESS, (x.q, x.k, mask, norm, excess, scale, diagonal, causal))
+        return norm, delta, excess
+
+    def _mask_grad(self, mask: Tensor, operands: tuple[Any, ...], options: tuple[Any, ...]) -> Tensor:
+        """The gradient in the mask's own shape, through an fp32 buffer where the mask alone makes too few programs."""
+        problem, module = self.problem, _kernels("mask_grad")
+        scores = (problem.batch, problem.heads, problem.q_len, problem.kv_len)
+        shape = module.partial_shape(mask.shape, scores, *self.configs["mask_grad"]["block_sizes"])
+        partial = shape != tuple(mask.shape)
+        grad = torch.empty(shape, dtype=torch.float32 if partial else mask.dtype, device=mask.device)
+        sums = tuple(int(size == 1) for size in shape)
+        self._run("mask_grad", module.DMASK, (*operands, grad, *sums, *options))
+        if partial:
+            grad = grad.sum_to_size(mask.shape).to(mask.dtype)
+        return grad
+
+    def _run(self, kernel: str, family: Any, arguments: tuple[Any, ...]) -> None:
+        launch = self._launches.get(kernel)
+        if launch is None:
+            launch = self._launches[kernel] = family.prepare(arguments, self.configs[kernel])
+        launch(*arguments)
+
+
+def _like(tensor: Tensor) -> Tensor:
+    """An uninitialised gradient of a tensor, in its memory order."""
+    return empty_like_order(tensor, tensor.shape[3])

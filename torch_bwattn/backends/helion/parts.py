@@ -1,0 +1,224 @@
+"""Device-side pieces that the forward and the backward kernels share.
+
+Everything here is called from inside a Helion kernel: Helion inlines these plain Python functions while it traces, so
+a Python ``if`` on a ``hl.constexpr`` argument (or on "the mask is None") chooses code, and costs nothing when it runs.
+
+Conventions:
+
+* ``row`` and ``col`` are integer vectors of query and key positions made with ``hl.arange``, not ``hl.tile`` indices.
+  Helion masks every load and every reduction over a tile of ``hl.tile`` against the end of the loop, two selects for
+  each score; positions made with ``hl.arange`` carry no such mask, so each loop states exactly the bounds it needs.
+* Query ``i`` sees key ``j`` when ``j < keys`` and, for causal attention, ``j <= i + diagonal`` (``diagonal`` is 0 for
+  top-left alignment and ``keys - rows`` for bottom-right).
+* Scores handed to :func:`exp_shifted` are *exponents*: in base 2 (``s * scale * log2(e)``), which saves one
+  multiplication for each score, or in natural units when there is an additive mask. An additive mask may hold
+  ``finfo.min``, which times ``log2(e)`` would overflow to -inf and turn "the mean of V" into "no visible key".
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+import helion.language as hl
+import torch
+
+if TYPE_CHECKING:
+    from torch import SymInt
+
+    Int = int | SymInt
+
+LOG2E = 1.0 / math.log(2.0)
+LN2 = math.log(2.0)
+
+# Rounds of Philox-4x32. Seven is the fewest that pass BigCrush (Salmon et al., SC'11).
+PHILOX_ROUNDS = 7
+
+# One Philox call gives the bits of four neighbouring keys, hence a tile is computed at a quarter of its width and then
+# interleaved: join(join(r0, r2), join(r1, r3)) lists r0, r1, r2, r3 along its last two axes. The two high counter
+# words are built from tensors because tl.philox wants all four counters in one dtype.
+_KEEP_TILE = f"""
+def keep_tile(rng_state, plane, row, group, threshold):
+    c0 = tl.broadcast_to(group.to(tl.uint32)[None, :], [row.shape[0], group.shape[0]])
+    c1 = tl.broadcast_to(row.to(tl.uint32)[:, None], [row.shape[0], group.shape[0]])
+    zero = tl.zeros_like(c0)
+    r0, r1, r2, r3 = tl.philox(tl.load(rng_state), c0, c1, zero + plane.to(tl.uint32), zero, n_rounds={PHILOX_ROUNDS})
+    limit = threshold.to(tl.uint32)
+    keep = tl.join(tl.join(r0 >= limit, r2 >= limit), tl.join(r1 >= limit, r3 >= limit))
+    return tl.reshape(keep, [row.shape[0], 4 * group.shape[0]])
+"""
+
+
+def signed_threshold(dropout_p: float) -> int:
+    """The keep threshold as the 32-bit pattern that kernels take (host side).
+
+    A position is kept when its random uint32 is at least ``round(dropout_p * 2**32)``. The kernels take that number as
+    an int32 with the same bits, because Triton would type a larger Python int as int64 and compile once more.
+
+    Args:
+        dropout_p: Probability of dropping, in [0, 1).
+
+    Returns:
+        An integer in [-2**31, 2**31).
+    """
+    threshold = min(round(dropout_p * 2.0**32), 2**32 - 1)
+    return threshold - 2**32 if threshold >= 2**31 else threshold
+
+
+def _clamped_tiles(position: Int, limit: Int, block: Int) -> torch.Tensor:
+    """``clamp(position, 0, limit) // block`` as a scalar on the device."""
+    zero = hl.full([], 0, dtype=torch.int32)
+    clamped = torch.minimum(torch.maximum(zero + position, zero), zero + limit)
+    return torch.div(clamped, block, rounding_mode="trunc")
+
+
+def key_tiles(
+    first_row: Int, last_row: Int, keys: Int, diagonal: Int, causal: bool, block_n: Int
+) -> tuple[Int | torch.Tensor, Int | torch.Tensor]:
+    """Which tiles of ``block_n`` keys the queries ``first_row..last_row`` see.
+
+    Args:
+        first_row: First query position of the tile.
+        last_row: Last query position of the tile (it may lie beyond the last query).
+        keys: Number of keys, N.
+        diagonal: Offset of the causal diagonal.
+        causal: Whether attention is causal.
+        block_n: Width of a key tile.
+
+    Returns:
+        ``(full, stop)`` in tiles: tiles ``[0, full)`` hold only keys that every query of the tile sees, tiles
+        ``[full, stop)`` need :func:`visible`, tiles from ``stop`` on are invisible to all of them.
+    """
+    if not causal:
+        return keys // block_n, (keys + block_n - 1) // block_n
+    full = _clamped_tiles(first_row + diagonal + 1, keys, block_n)
+    # Rounding up before the clamp would let the last tile pass `keys`, so the limit is rounded up as well.
+    stop = _clamped_tiles(last_row + diagonal + block_n, keys + block_n - 1, block_n)
+    return full, stop
+
+
+def query_tiles(
+    first_col: Int, last_col: Int, rows: Int, diagonal: Int, causal: bool, block_m: Int
+) -> tuple[Int | torch.Tensor, Int | torch.Tensor, Int]:
+    """Which tiles of ``block_m`` queries see the keys ``first_col..last_col``.
+
+    Args:
+        first_col: First key position of the tile.
+        last_col: Last key position of the tile (it may lie beyond the last key).
+        rows: Number of queries, M.
+        diagonal: Offset of the causal diagonal.
+        causal: Whether attention is causal.
+        block_m: Height of a query tile.
+
+    Returns:
+        ``(start, full, stop)`` in tiles: the queries before tile ``start`` see none of these keys, tiles
+        ``[start, full)`` need :func:`visible`, the queries of tiles ``[full, stop)`` see all of them. The last tile
+        may be ragged (queries beyond ``rows``).
+    """
+    stop = (rows + block_m - 1) // block_m
+    if not causal:
+        return 0, 0, stop
+    start = _clamped_tiles(first_col - diagonal, rows + block_m - 1, block_m)
+    full = _clamped_tiles(last_col - diagonal + block_m - 1, rows + block_m - 1, block_m)
+    return start, full, stop
+
+
+def visible(row: torch.Tensor, col: torch.Tensor, keys: Int, diagonal: Int, causal: bool) -> torch.Tensor:
+    """Bool tile: key ``col`` exists and query ``row`` may see it.
+
+    Args:
+        row: Query positions, shaped to broadcast against ``col`` (``row[:, None]``).
+        col: Key positions, shaped to broadcast against ``row`` (``col[None, :]``).
+        keys: Number of keys, N.
+        diagonal: Offset of the causal diagonal.
+        causal: Whether attention is causal.
+    """
+    if causal:
+        # One comparison for each score: the smaller of the two limits is found once for each row.
+        limit = torch.minimum(row + (diagonal + 1), torch.zeros_like(row) + keys)
+        return col < limit
+    return col < keys
+
+
+def heavy_first(index: Int, tiles: Int, causal: bool) -> Int:
+    """The query tile of the ``index``-th program: for causal the last tile first, because it sees the most keys.
+
+    Programs start in order of their index, so the short ones fill the gaps at the end.
+    """
+    return tiles - 1 - index if causal else index
+
+
+def additive(mask: torch.Tensor | None) -> bool:
+    """Whether the mask is added to the scores, so that exponents are in natural units (see the module docstring)."""
+    return mask is not None and mask.dtype != torch.bool
+
+
+def exponent_scale(scale: float, mask: torch.Tensor | None) -> float:
+    """What a raw score ``q . k`` is multiplied by to become an exponent: ``scale``, in base 2 unless additive."""
+    return scale if additive(mask) else scale * LOG2E
+
+
+def natural(exponent: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
+    """An exponent in natural units."""
+    return exponent if additive(mask) else exponent * LN2
+
+
+def exp_shifted(exponent: torch.Tensor, shift: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
+    """``exp(exponent - shift)``, where both are in the units that :func:`exponent_scale` gives."""
+    if additive(mask):
+        # Subtract first: see the module docstring.
+        return torch.exp2((exponent - shift) * LOG2E)
+    return torch.exp2(exponent - shift)
+
+
+def load_mask(
+    mask: torch.Tensor | None, b: Int, h: Int, row: torch.Tensor, col: torch.Tensor, inside: torch.Tensor
+) -> torch.Tensor | None:
+    """The tile of the mask at ``row`` and ``col``, where ``inside`` (None without a mask).
+
+    Call it before the first dot product of a loop body. Triton's layout pass takes the anchors of a loop from the last
+    to the first, and a vector reached by two of them gets the layout of the one that comes later in the program: after
+    the dot product, the load would drag maximum and sum into its own layout and the whole softmax would be computed in
+    two layouts (2,193 instead of 845 instructions for a 128x64 tile at D=128).
+    """
+    return None if mask is None else hl.load(mask, [b, h, row, col], extra_mask=inside)
+
+
+def masked_exponents(exponent: torch.Tensor, mask: torch.Tensor | None, mask_tile: torch.Tensor | None) -> torch.Tensor:
+    """Adds an additive mask tile, or puts -inf where a bool mask tile is False.
+
+    The selection comes after the scale, so that a NaN score at a position that a bool mask removes is gone.
+    """
+    if mask is None:
+        return exponent
+    if additive(mask):
+        return exponent + mask_tile.to(torch.float32)
+    return torch.where(mask_tile, exponent, float("-inf"))
+
+
+def keep_tile(
+    rng_state: torch.Tensor,
+    plane: Int,
+    row: torch.Tensor,
+    col_tile: Int | torch.Tensor,
+    threshold: int,
+    block_m: Int,
+    block_n: Int,
+) -> torch.Tensor:
+    """Bool tile [block_m, block_n] of the scores that dropout keeps; the same bits whatever the tiling.
+
+    Philox-4x32 with 7 rounds, the 64-bit seed as key, counter ``(j // 4, i, b * Hq + h, 0)``; key ``j`` takes word
+    ``j % 4`` of the result and is kept when that uint32 is at least the threshold.
+
+    Args:
+        rng_state: The kernel's int64 [1] argument that holds the seed.
+        plane: ``b * Hq + h``.
+        row: The tile's query positions, int vector of ``block_m``.
+        col_tile: Index of the key tile: its first key is ``col_tile * block_n``.
+        threshold: What :func:`signed_threshold` gives.
+        block_m: Height of the tile.
+        block_n: Width of the tile, a multiple of 4.
+    """
+    group = col_tile * (block_n // 4) + hl.arange(block_n // 4)
+    shape = hl.zeros([block_m, block_n], dtype=torch.bool)
+    return hl.triton_kernel(_KEEP_TILE, (rng_state, plane, row, group, threshold), shape)

@@ -1,0 +1,1 @@
+"""Measured results, one JSON file per machine; `torch_bwattn.bench.report` makes the README's tables from them."""

@@ -1,0 +1,596 @@
+"""The accuracy rule, and the references that it compares with.
+
+Every test, benchmark, tuner and self-check of this package judges a result by one rule, :func:`accuracy`::
+
+    max|out - ref| <= factor * max|pt - ref| + floor + rounding
+
+``ref`` is PyTorch's math path in fp64 (:func:`oracle`), ``pt`` is PyTorch's math path in the input's own precision
+(:func:`pt_reference`), ``factor`` is 2 for outputs and 3 for gradients, and
+``floor = 2 * max|(ref + 0.3 - 0.3) - ref|`` in the precision of the result.
+
+``rounding`` is zero unless the caller passes a figure, and :func:`judge` passes one only for problems small enough for
+:func:`oracle` to compute it. It is needed there because ``max|pt - ref|`` over a handful of elements can be zero by
+luck or by structure, which would ask for bitwise equality. With one visible key, for example, ``pt`` has ``dQ == 0``
+exactly, while every algorithm that forms ``dS = P * (dP - rowsum(O * dO))`` subtracts two sums taken in different
+orders: PyTorch's own fused CPU attention breaks the bare rule on two fifths of the fp32 problems with one to three
+keys. The figure is the first-order size of the roundings that any such algorithm makes (see :func:`_rounding`), and
+falls below the floor as the problem grows.
+
+Nothing here needs hypothesis or pytest.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+__all__ = [
+    "GRADIENT_FACTOR",
+    "OUTPUT_FACTOR",
+    "Accuracy",
+    "Results",
+    "accuracy",
+    "check_accuracy",
+    "judge",
+    "oracle",
+    "pt_reference",
+]
+
+OUTPUT_FACTOR = 2.0
+GRADIENT_FACTOR = 3.0
+
+_ROUNDING_MAX_SCORES = 1 << 21
+_CHUNK_BYTES = 1 << 28
+_RESULT_NAMES = ("out", "lse", "dq", "dk", "dv", "dmask")
+
+
+@dataclass(frozen=True)
+class Accuracy:
+    """What :func:`accuracy` found: the figures of the rule, and whether the result passes.
+
+    Attributes:
+        name: which result this is (``out``, ``dq``, ...).
+        error: ``max|out - ref|`` over the positions that are finite in both.
+        pt_error: ``max|pt - ref|`` over the positions that are finite in both.
+        floor: ``2 * max|(ref + 0.3 - 0.3) - ref|`` in the precision of ``out``.
+        rounding: the slack of small problems (see the module's text); 0 for others.
+        factor: how many times the error of ``pt`` is allowed.
+        worst: index of the largest error.
+        mismatch: what is wrong besides the size of the error (shape, dtype, NaN or infinity); empty if nothing is.
+    """
+
+    name: str
+    error: float
+    pt_error: float
+    floor: float
+    rounding: float
+    factor: float
+    worst: tuple[int, ...] = ()
+    mismatch: str = ""
+
+    @property
+    def bound(self) -> float:
+        """The largest error that passes."""
+        return self.factor * self.pt_error + self.floor + self.rounding
+
+    @property
+    def passed(self) -> bool:
+        """True if the error is within the bound and nothing else differs."""
+        return not self.mismatch and self.error <= self.bound
+
+    def __str__(self) -> str:
+        verdict = "ok" if self.passed else "FAILED"
+        text = (
+            f"{self.name}: {verdict}: max|out - ref| {self.error:.3e} at {list(self.worst)}, allowed {self.bound:.3e}"
+            f" = {self.factor:g} * max|pt - ref| {self.pt_error:.3e} + floor {self.floor:.3e}"
+        )
+        if self.rounding:
+            text += f" + rounding {self.rounding:.3e}"
+        return f"{text}; {self.mismatch}" if self.mismatch else text
+
+    def check(self) -> Accuracy:
+        """Returns itself if the result passes.
+
+        Raises:
+            AssertionError: the result does not pass; the message holds the figures.
+        """
+        if not self.passed:
+            raise AssertionError(str(self))
+        return self
+
+
+def accuracy(
+    out: torch.Tensor,
+    ref: torch.Tensor,
+    pt: torch.Tensor,
+    *,
+    factor: float = OUTPUT_FACTOR,
+    name: str = "out",
+    rounding: float = 0.0,
+) -> Accuracy:
+    """Measures a result against the accuracy rule, without raising.
+
+    NaN and infinities must stand at the same positions as in ``ref``; the rule judges the other positions.
+
+    Args:
+        out: the result, of any floating dtype and device.
+        ref: the reference in fp64, of the same shape.
+        pt: PyTorch's math path in the precision of the inputs, of the same shape.
+        factor: 2 for outputs and the LSE, 3 for gradients.
+        name: what to call the result in messages.
+        rounding: slack for small problems, from :attr:`Results.rounding` of the reference.
+
+    Returns:
+        The figures and the verdict. This copies to the host, hence waits for the device.
+    """
+    if out.shape != ref.shape or pt.shape != ref.shape:
+        mismatch = f"shapes differ: out {list(out.shape)}, ref {list(ref.shape)}, pt {list(pt.shape)}"
+        return Accuracy(name, math.inf, 0.0, 0.0, rounding, factor, (), mismatch)
+    if ref.numel() == 0:
+        return Accuracy(name, 0.0, 0.0, 0.0, rounding, factor)
+    dtype = out.dtype
+    # Moved before they are widened: on a GPU the fp64 copies of a large problem would not fit three times over.
+    out, ref, pt = out.detach(), ref.detach().to(out.device, torch.float64), pt.detach().to(out.device)
+    # A value beyond the range of the result's dtype is an infinity there, and must be one.
+    expected = ref.to(dtype).double()
+    finite = torch.isfinite(ref) & torch.isfinite(expected)
+    wide = out.double()
+    same = torch.where(
+        torch.isfinite(expected), torch.isfinite(wide), (wide == expected) | (wide.isnan() & expected.isnan())
+    )
+    difference = torch.where(finite & torch.isfinite(wide), wide - ref, 0.0).abs()
+    worst = _unravel(int(difference.argmax()), difference.shape)
+    pt_wide = pt.double()
+    pt_error = torch.where(finite & torch.isfinite(pt_wide), pt_wide - ref, 0.0).abs().amax()
+    low = torch.where(finite, ref, 0.0).to(dtype)
+    floor = 2 * ((low + 0.3) - 0.3 - low).double().abs().amax()
+    mismatch = ""
+    if not bool(same.all()):
+        bad = ~same
+        first = _unravel(int(bad.flatten().to(torch.uint8).argmax()), bad.shape)
+        mismatch = (
+            f"NaN or infinity differs from the reference at {int(bad.sum())} of {bad.numel()} positions, first at "
+            f"{list(first)}: out {wide[first].item()}, ref {ref[first].item()}"
+        )
+    return Accuracy(
+        name, float(difference.amax()), float(pt_error), float(floor), float(rounding), factor, worst, mismatch
+    )
+
+
+def check_accuracy(
+    out: torch.Tensor,
+    ref: torch.Tensor,
+    pt: torch.Tensor,
+    *,
+    factor: float = OUTPUT_FACTOR,
+    name: str = "out",
+    rounding: float = 0.0,
+) -> Accuracy:
+    """Like :func:`accuracy`, but raises if the result does not pass.
+
+    Raises:
+        AssertionError: the result does not pass; the message holds the figures.
+    """
+    return accuracy(out, ref, pt, factor=factor, name=name, rounding=rounding).check()
+
+
+def _unravel(index: int, shape: Sequence[int]) -> tuple[int, ...]:
+    position = []
+    for size in reversed(shape):
+        index, rest = divmod(index, size)
+        position.append(rest)
+    return tuple(reversed(position))
+
+
+@dataclass
+class Results:
+    """What one attention call gives: outputs, and the gradients that were asked for.
+
+    Attributes:
+        out: the output, ``[..., Sq, Dv]``.
+        lse: natural-log log-sum-exp of the scores before dropout, ``[..., Sq]``; ``-inf`` where no key is visible.
+        dq, dk, dv: gradients of query, key and value, in their shapes.
+        dmask: gradient of an additive mask, in its shape.
+        rounding: slack by result name, filled by :func:`oracle` for small problems.
+    """
+
+    out: torch.Tensor | None = None
+    lse: torch.Tensor | None = None
+    dq: torch.Tensor | None = None
+    dk: torch.Tensor | None = None
+    dv: torch.Tensor | None = None
+    dmask: torch.Tensor | None = None
+    rounding: dict[str, float] = field(default_factory=dict)
+
+    def items(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yields the names and tensors of the results that are present."""
+        for name in _RESULT_NAMES:
+            tensor = getattr(self, name)
+            if tensor is not None:
+                yield name, tensor
+
+
+def judge(results: Results, reference: Results, pt: Results) -> list[Accuracy]:
+    """Applies the accuracy rule to every result that is present, with factor 2 for out and LSE and 3 for gradients.
+
+    Args:
+        results: what the code under test gave.
+        reference: what :func:`oracle` gave for the same call.
+        pt: what :func:`pt_reference` gave for the same call.
+
+    Returns:
+        One :class:`Accuracy` a result, none of them checked; use ``.check()`` or ``.passed``.
+
+    Raises:
+        ValueError: a result is present that the references lack.
+    """
+    verdicts = []
+    for name, tensor in results.items():
+        ref, low = getattr(reference, name), getattr(pt, name)
+        if ref is None or low is None:
+            raise ValueError(f"results: expected only what both references hold, but {name} is missing there")
+        factor = OUTPUT_FACTOR if name in ("out", "lse") else GRADIENT_FACTOR
+        rounding = reference.rounding.get(name, 0.0)
+        verdicts.append(accuracy(tensor, ref, low, factor=factor, name=name, rounding=rounding))
+    return verdicts
+
+
+def oracle(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attn_mask: torch.Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    *,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    causal_alignment: str = "top_left",
+    keep_mask: torch.Tensor | None = None,
+    grad_out: torch.Tensor | None = None,
+    grad_lse: torch.Tensor | None = None,
+    needs_mask_grad: bool = False,
+    chunk_bytes: int = _CHUNK_BYTES,
+) -> Results:
+    """Attention by PyTorch's math path in fp64, with gradients, for any shapes that broadcast.
+
+    Large problems are computed in chunks of batch, heads and query rows, so that no more than about ``chunk_bytes``
+    are held besides the inputs and results.
+
+    Args:
+        query: ``[..., Hq, Sq, D]`` of 2 or more dimensions, any floating dtype.
+        key: ``[..., Hkv, Skv, D]``.
+        value: ``[..., Hkv, Skv, Dv]``.
+        attn_mask: bool (True keeps) or additive, broadcastable to ``[..., Hq, Sq, Skv]``.
+        dropout_p: dropout probability; needs ``keep_mask`` unless it is 0 or 1.
+        is_causal: hide the keys behind the diagonal.
+        scale: None means ``1 / sqrt(D)``.
+        enable_gqa: key and value heads serve ``Hq / Hkv`` query heads each.
+        causal_alignment: ``"top_left"`` (key j is visible to query i when ``j <= i``) or ``"bottom_right"``
+            (``j <= i + Skv - Sq``).
+        keep_mask: bool ``[..., Hq, Sq, Skv]``, the probabilities that dropout keeps.
+        grad_out: gradient of the output. Gradients are computed if this or ``grad_lse`` is given.
+        grad_lse: gradient of the LSE.
+        needs_mask_grad: compute the gradient of an additive ``attn_mask`` too.
+        chunk_bytes: how much memory a chunk may take.
+
+    Returns:
+        fp64 results in the shapes of the call.
+    """
+    call = _Call(dropout_p, is_causal, scale, enable_gqa, causal_alignment, torch.float64, torch.float64)
+    tensors = [tensor.detach().double() for tensor in (query, key, value)]
+    mask = None if attn_mask is None else attn_mask.detach()
+    if mask is not None and mask.dtype != torch.bool:
+        mask = mask.double()
+    results = _chunked(call, tensors, mask, keep_mask, grad_out, grad_lse, needs_mask_grad, chunk_bytes)
+    scores = math.prod(_batch_shape(call, *tensors)) * query.shape[-2] * key.shape[-2]
+    if 0 < scores <= _ROUNDING_MAX_SCORES:
+        results.rounding = _rounding(call, query.dtype, tensors, mask, keep_mask, grad_out, grad_lse, results)
+    return results
+
+
+def pt_reference(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attn_mask: torch.Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    *,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    causal_alignment: str = "top_left",
+    keep_mask: torch.Tensor | None = None,
+    grad_out: torch.Tensor | None = None,
+    grad_lse: torch.Tensor | None = None,
+    needs_mask_grad: bool = False,
+    chunk_bytes: int = _CHUNK_BYTES,
+) -> Results:
+    """PyTorch's math path in the precision of the inputs: the ``pt`` of the accuracy rule.
+
+    PyTorch's own setting decides what "math in bf16" means: unless
+    ``torch.backends.cuda.allow_fp16_bf16_reduction_math_sdp(True)`` was called, the math path computes fp16 and bf16
+    inputs in fp32 and rounds at the end. The LSE is computed in fp32 (fp64 for fp64 inputs).
+
+    Takes the arguments of :func:`oracle`.
+
+    Returns:
+        Results in the dtypes and shapes of the inputs.
+    """
+    wide = torch.float64 if query.dtype == torch.float64 else torch.float32
+    call = _Call(dropout_p, is_causal, scale, enable_gqa, causal_alignment, query.dtype, wide)
+    tensors = [tensor.detach() for tensor in (query, key, value)]
+    mask = None if attn_mask is None else attn_mask.detach()
+    return _chunked(call, tensors, mask, keep_mask, grad_out, grad_lse, needs_mask_grad, chunk_bytes)
+
+
+@dataclass(frozen=True)
+class _Call:
+    dropout_p: float
+    is_causal: bool
+    scale: float | None
+    enable_gqa: bool
+    causal_alignment: str
+    dtype: torch.dtype
+    lse_dtype: torch.dtype
+
+    def true_scale(self, width: int) -> float:
+        if self.scale is not None:
+            return float(self.scale)
+        return 1.0 / math.sqrt(width) if width else math.inf
+
+
+def _batch_shape(call: _Call, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> tuple[int, ...]:
+    """The leading dimensions of the output."""
+    shapes = [tuple(tensor.shape[:-2]) for tensor in (query, key, value)]
+    if call.enable_gqa:
+        shapes = [shapes[0], *(shape[:-1] + shapes[0][-1:] for shape in shapes[1:])]
+    return tuple(torch.broadcast_shapes(*shapes))
+
+
+def _visible(call: _Call, rows: slice, rows_total: int, columns: int, device: torch.device) -> torch.Tensor:
+    """The causal rule as a bool mask for some of the query rows."""
+    diagonal = columns - rows_total if call.causal_alignment == "bottom_right" else 0
+    row = torch.arange(rows.start, rows.stop, device=device).unsqueeze(-1)
+    return torch.arange(columns, device=device) <= row + diagonal
+
+
+def _math(
+    call: _Call,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor | None,
+    keep: torch.Tensor | None,
+) -> torch.Tensor:
+    # The function behind sdpa_kernel(SDPBackend.MATH), called itself: the context manager sets flags of the whole
+    # process, F.scaled_dot_product_attention may be patched, and only this takes a given dropout mask.
+    # test_testing.py checks that the two agree bitwise.
+    if call.dropout_p >= 1.0:
+        keep = torch.zeros((), dtype=torch.bool, device=query.device)
+    if mask is not None and mask.dtype == torch.bool:  # F does this before it calls the math path
+        mask = torch.zeros(mask.shape, dtype=query.dtype, device=mask.device).masked_fill(~mask, -math.inf)
+    p = call.dropout_p if call.dropout_p < 1.0 else 0.5  # 1 / (1 - p) is infinite, and nothing is kept anyway
+    out, _ = torch.ops.aten._scaled_dot_product_attention_math(
+        query, key, value, mask, p if keep is not None else 0.0, False, keep, scale=call.scale,
+        enable_gqa=call.enable_gqa,
+    )  # fmt: skip
+    return out
+
+
+def _repeat_heads(call: _Call, query: torch.Tensor, *tensors: torch.Tensor) -> list[torch.Tensor]:
+    if not call.enable_gqa:
+        return list(tensors)
+    heads = query.shape[-3]
+    return [
+        tensor.repeat_interleave(heads // tensor.shape[-3], dim=-3) if tensor.shape[-3] != heads else tensor
+        for tensor in tensors
+    ]
+
+
+def _scores(call: _Call, query: torch.Tensor, key: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
+    """Scores in the precision of the LSE; the scale is applied to the query, so that D = 0 gives 0, as in PyTorch."""
+    (key,) = _repeat_heads(call, query, key)
+    scores = (query.to(call.lse_dtype) * call.true_scale(query.shape[-1])) @ key.to(call.lse_dtype).mT
+    if mask is None:
+        return scores
+    if mask.dtype == torch.bool:
+        return scores.masked_fill(~mask, -math.inf)
+    return scores + mask.to(call.lse_dtype)
+
+
+def _lse(scores: torch.Tensor) -> torch.Tensor:
+    """Log-sum-exp whose gradient is 0, not NaN, where no key is visible."""
+    if scores.shape[-1] == 0:
+        return scores.sum(-1) - math.inf
+    dead = (scores == -math.inf).all(-1, keepdim=True)
+    return torch.logsumexp(scores.masked_fill(dead, 0.0), -1).masked_fill(dead.squeeze(-1), -math.inf)
+
+
+def _chunked(
+    call: _Call,
+    tensors: list[torch.Tensor],
+    mask: torch.Tensor | None,
+    keep: torch.Tensor | None,
+    grad_out: torch.Tensor | None,
+    grad_lse: torch.Tensor | None,
+    needs_mask_grad: bool,
+    chunk_bytes: int,
+) -> Results:
+    if 0.0 < call.dropout_p < 1.0 and keep is None:
+        raise ValueError(f"keep_mask: expected a bool mask with dropout_p {call.dropout_p}, but got None")
+    query, key, value = tensors
+    batch = _batch_shape(call, query, key, value)
+    rows, columns = query.shape[-2], key.shape[-2]
+    with_grad = grad_out is not None or grad_lse is not None
+    inputs = list(tensors)
+    if mask is not None and mask.dtype != torch.bool and needs_mask_grad:
+        inputs.append(mask)
+    out = query.new_zeros(*batch, rows, value.shape[-1])
+    lse = query.new_zeros(*batch, rows, dtype=call.lse_dtype)
+    # About eight score-sized matrices live at once in a forward and backward of the math path.
+    limit = max(1, chunk_bytes // (8 * call.lse_dtype.itemsize))
+    group = query.shape[-3] // key.shape[-3] if call.enable_gqa and key.shape[-3] else 1
+    chunks = list(_chunks(batch, rows, columns, limit, group))
+    # Chunks are summed in the wide precision and rounded once, as one large product would be.
+    wide = call.lse_dtype if len(chunks) > 1 else None
+    sums = [torch.zeros(t.shape, dtype=wide or t.dtype, device=t.device) for t in inputs] if with_grad else []
+    for index in chunks:
+        lead, row = index[:-1], index[-1]
+        kv_lead = _kv_heads(lead, key, group) if call.enable_gqa else lead
+        whole = slice(0, max(columns, query.shape[-1], value.shape[-1]))
+        regions = [_region(query, (*lead, row, whole)), *(_region(t, (*kv_lead, whole, whole)) for t in (key, value))]
+        if len(inputs) == 4:
+            regions.append(_region(inputs[3], (*lead, row, whole)))
+        leaves = [
+            tensor[region].detach().requires_grad_(with_grad)
+            for tensor, region in zip(inputs, regions, strict=True)
+        ]  # fmt: skip
+        shown = None
+        if call.is_causal:
+            shown = _visible(call, row, rows, columns, query.device)
+        elif mask is not None:
+            shown = leaves[3] if len(leaves) == 4 else mask[_region(mask, (*lead, row, whole))]
+        kept = None if keep is None else keep[_region(keep, (*lead, row, whole))]
+        with torch.enable_grad():
+            part = _math(call, leaves[0], leaves[1], leaves[2], shown, kept)
+            part_lse = _lse(_scores(call, leaves[0], leaves[1], shown))
+        out[index] = part.detach()
+        lse[index] = part_lse.detach()
+        pairs = [
+            (result, grad[index].to(result.dtype))
+            for result, grad in ((part, grad_out), (part_lse, grad_lse))
+            if grad is not None and result.numel()
+        ]
+        if pairs:
+            results, cotangents = zip(*pairs, strict=True)
+            grads = torch.autograd.grad(results, leaves, cotangents, allow_unused=True)
+            for total, region, grad in zip(sums, regions, grads, strict=True):
+                if grad is not None:
+                    total[region] += grad
+    final = [total.to(tensor.dtype) for total, tensor in zip(sums, inputs, strict=True)] if with_grad else [None] * 3
+    return Results(out, lse, *final)
+
+
+def _chunks(batch: tuple[int, ...], rows: int, columns: int, limit: int, group: int) -> Iterator[tuple[slice, ...]]:
+    """Cuts the score matrix into pieces of about ``limit`` elements: slices of each batch dimension and of the rows."""
+    extents = (*batch, rows)
+
+    def cut(dim: int) -> Iterator[tuple[slice, ...]]:
+        if dim == len(extents):
+            yield ()
+            return
+        each = math.prod(extents[dim + 1 :]) * columns
+        step = max(1, limit // each if each else extents[dim])
+        if group > 1 and dim == len(batch) - 1 and step < extents[dim]:
+            step = step // group * group or 1  # whole groups of query heads, or single heads
+        for start in range(0, extents[dim], step):
+            here = slice(start, min(start + step, extents[dim]))
+            if step > 1 or each <= limit:
+                yield (here, *(slice(0, size) for size in extents[dim + 1 :]))
+            else:
+                yield from ((here, *rest) for rest in cut(dim + 1))
+
+    if math.prod(extents) == 0:
+        yield tuple(slice(0, size) for size in extents)
+    else:
+        yield from cut(0)
+
+
+def _kv_heads(lead: tuple[slice, ...], key: torch.Tensor, group: int) -> tuple[slice, ...]:
+    head = lead[-1]
+    return (*lead[:-1], slice(head.start // group, min(-(-head.stop // group), key.shape[-3])))
+
+
+def _region(tensor: torch.Tensor, index: tuple[slice, ...]) -> tuple[slice, ...]:
+    """The part of a tensor that broadcasts to ``index``: aligned at the right, dimensions of size 1 kept whole."""
+    own = index[len(index) - tensor.dim() :] if tensor.dim() else ()
+    return tuple(
+        slice(0, 1) if size == 1 else part for size, part in zip(tensor.shape, own, strict=True)
+    )  # fmt: skip
+
+
+def _rounding(
+    call: _Call,
+    dtype: torch.dtype,
+    tensors: list[torch.Tensor],
+    mask: torch.Tensor | None,
+    keep: torch.Tensor | None,
+    grad_out: torch.Tensor | None,
+    grad_lse: torch.Tensor | None,
+    results: Results,
+) -> dict[str, float]:
+    """First-order size of the roundings of a fused attention, by result.
+
+    The model has two unit roundoffs: ``u`` of the input dtype, for P and dS cast before their matrix products and for
+    O as stored, and ``a`` of the accumulator. Independent roundings add in squares, those shared by a row as they are:
+
+        score       e_s    = a * (|s| + scale * ||q o k||)
+        LSE         e_l    = a * (1 + 2 * |lse|) + ||P o e_s||
+        P           rho    = u + e_s + 4 * a              (4 units: a vectorised exp), and e_l for the whole row
+        O           e_o    = ||P o rho o V|| + (u + e_l) * |O|
+        delta       e_d    = ||e_o o dO|| + a * (|delta| + |dlse|), for the whole row
+        dS          e_ds   = |dS| * (u + rho) + a * P * ||dO o V||, and P * e_d + |dS| * e_l for the whole row
+
+    and the gradients collect e_ds, through K for dQ and through Q for dK, and rho through dO for dV. Each result is
+    rounded once more when it is stored. Over 10,000 drawn problems, PyTorch's fused CPU attention and an emulated bf16
+    tensor-core kernel came to at most 0.8 of the bound this gives; tests/test_testing.py shows what still fails.
+    """
+    eps = torch.finfo(dtype).eps / 2
+    acc = torch.finfo(call.dtype if dtype == torch.float64 else torch.float32).eps / 2
+    query, key, value = tensors
+    scale = abs(call.true_scale(query.shape[-1])) if query.shape[-1] else 0.0
+    shown = mask
+    if call.is_causal:
+        shown = _visible(call, slice(0, query.shape[-2]), query.shape[-2], key.shape[-2], query.device)
+    scores = _scores(call, query, key, shown)
+    lse = _lse(scores).unsqueeze(-1)
+    dead = lse == -math.inf
+    p = torch.exp(scores - lse.masked_fill(dead, 0.0)).nan_to_num(0.0)
+    wide_k, wide_v = _repeat_heads(call, query, key, value)
+    size = torch.where(scores.isfinite(), scores, 0.0).abs()
+
+    def norm(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+        return (left.square() @ right.square()).sqrt()
+
+    e_s = acc * (2 * size + scale * norm(query, wide_k.mT))
+    e_l = acc * (1 + 2 * torch.where(dead, 0.0, lse).abs()) + (p * e_s).norm(dim=-1, keepdim=True)
+    rho = eps + e_s + 4 * acc
+    dropped = p
+    if call.dropout_p >= 1.0:
+        dropped = p * 0.0
+    elif keep is not None and call.dropout_p:
+        dropped = p * keep / (1 - call.dropout_p)
+    out = dropped @ wide_v
+    e_o = norm(dropped * rho, wide_v) + (eps + e_l) * out.abs()
+    figures: dict[str, torch.Tensor] = {"out": e_o, "lse": e_l.masked_fill(dead, 0.0).squeeze(-1)}
+    if results.dq is not None:
+        do = torch.zeros_like(out) if grad_out is None else grad_out.double()
+        dlse = torch.zeros_like(lse) if grad_lse is None else grad_lse.double().unsqueeze(-1)
+        delta = (out * do).sum(-1, keepdim=True) - dlse
+        ratio = torch.where(p > 0, dropped / p.clamp_min(torch.finfo(torch.float64).tiny), 0.0)
+        ds = p * (ratio * (do @ wide_v.mT) - delta)
+        e_d = (e_o * do).norm(dim=-1, keepdim=True) + acc * (delta.abs() + dlse.abs())
+        own = ds.abs() * (eps + rho) + p * acc * ratio * norm(do, wide_v.mT)
+        shared = p * e_d + ds.abs() * e_l
+        by_row = e_d * (p @ wide_k).abs() + e_l * (ds @ wide_k).abs()
+        figures["dq"] = scale * (norm(own, wide_k) + by_row)
+        figures["dk"] = scale * norm((own + shared).mT, query)
+        figures["dv"] = norm((dropped * (rho + e_l)).mT, do)
+        figures["dmask"] = own + shared
+    rounding = {}
+    for name, figure in figures.items():
+        target = getattr(results, name)
+        if target is None or target.numel() == 0:
+            continue
+        square = torch.where(torch.isfinite(figure), figure, 0.0).square()
+        if name in ("dk", "dv") and call.enable_gqa:
+            square = square.unflatten(-3, (target.shape[-3], -1)).sum(-3)
+        # What was broadcast is summed, so its squares are.
+        square = square.expand(torch.broadcast_shapes(square.shape, target.shape)).sum_to_size(target.shape)
+        stored = eps * torch.where(torch.isfinite(target), target, 0.0).abs()
+        rounding[name] = float((square.sqrt() + stored).amax())
+    return rounding
