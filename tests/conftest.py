@@ -6,15 +6,22 @@ import os
 
 import pytest
 import torch
-from hypothesis import HealthCheck, settings
+from hypothesis import HealthCheck, Phase, settings
 
 from .support.poison import poison
 
 _COMMON = {
     "deadline": None,
     "print_blob": True,
+    # Without Phase.explain, which runs a failing example many times over.
+    "phases": (Phase.explicit, Phase.reuse, Phase.generate, Phase.target, Phase.shrink),
     # A drawn problem is some forty choices, and the machines that run this are slow and shared.
-    "suppress_health_check": [HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.filter_too_much],
+    "suppress_health_check": [
+        HealthCheck.too_slow,
+        HealthCheck.data_too_large,
+        HealthCheck.filter_too_much,
+        HealthCheck.function_scoped_fixture,
+    ],
 }
 # Each property scales its own share of max_examples, see strategies.share: `ci` draws some 2,400 examples altogether,
 # `long` 50,000 and more.  pytest --hypothesis-profile=long

@@ -44,12 +44,15 @@ def check_flags(is_causal: object, enable_gqa: object) -> None:
 
 
 def check_tensors(query: object, key: object, value: object, attn_mask: object) -> None:
-    """Refuse anything but tensors (and None as the mask) with the argument's name."""
-    for name, tensor in (("query", query), ("key", key), ("value", value)):
+    """Refuse anything but dense tensors (and None as the mask) with the argument's name."""
+    for name, tensor in (("query", query), ("key", key), ("value", value), ("attn_mask", attn_mask)):
+        if tensor is None and name == "attn_mask":
+            continue
         if not isinstance(tensor, Tensor):
-            raise TypeError(expected(name, "a Tensor", type(tensor).__name__))
-    if attn_mask is not None and not isinstance(attn_mask, Tensor):
-        raise TypeError(expected("attn_mask", "a Tensor or None", type(attn_mask).__name__))
+            wanted = "a Tensor or None" if name == "attn_mask" else "a Tensor"
+            raise TypeError(expected(name, wanted, type(tensor).__name__))
+        if tensor.layout != torch.strided or tensor.is_nested:
+            raise TypeError(expected(name, "a dense (strided) tensor", "nested" if tensor.is_nested else tensor.layout))
 
 
 def normalize(
@@ -83,6 +86,7 @@ def normalize(
         TypeError: a dtype that is not supported, or that differs between operands.
         ValueError: any other misuse.
     """
+    check_tensors(query, key, value, attn_mask)
     _check_operands(query, key, value)
     _check_options(attn_mask is not None, dropout_p, is_causal, causal_alignment)
     head_dim = query.shape[-1]

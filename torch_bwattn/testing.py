@@ -457,7 +457,8 @@ def _chunked(
         kept = None if keep is None else keep[_region(keep, (*lead, row, whole))]
         with torch.enable_grad():
             part = _math(call, leaves[0], leaves[1], leaves[2], shown, kept)
-            part_lse = _lse(_scores(call, leaves[0], leaves[1], shown))
+            # Where the value alone has a batch, the LSE is the same for all of it.
+            part_lse = _lse(_scores(call, leaves[0], leaves[1], shown)).expand(part.shape[:-1])
         out[index] = part.detach()
         lse[index] = part_lse.detach()
         pairs = [

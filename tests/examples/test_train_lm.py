@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "examples"
@@ -39,7 +40,7 @@ def test_example_runs_and_reports(tmp_path):
     assert done.returncode == 0, done.stderr
     assert plot.read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
     assert "Written by the patched model" in done.stdout
-    assert re.search(r"The losses differ by at most .* tolerance for torch.float32: 5e-03", done.stdout)
+    assert "tolerances for torch.float32" in done.stdout
     # One call a layer and step, each counted under the backend that computed it; none without the patch.
     patched = re.search(r"^patched .*  (?P<calls>\S.*)$", done.stdout, re.MULTILINE)
     assert patched is not None
@@ -58,8 +59,8 @@ def test_example_names_bad_sizes():
     ("losses", "calls", "plain_calls", "expected"),
     [
         ([4.0, 3.0], {"aten": 2}, {}, []),
-        ([4.0, 3.001], {"aten": 2}, {}, []),
-        ([4.0, 3.1], {"aten": 2}, {}, ["the two loss curves disagree"]),
+        ([4.0, 3.000001], {"aten": 2}, {}, []),
+        ([4.0, 3.001], {"aten": 2}, {}, ["the two loss curves disagree"]),
         ([4.0, math.nan], {"aten": 2}, {}, ["the two loss curves disagree"]),
         ([4.0, 3.0], {}, {}, ["the patch reached no attention call"]),
         ([4.0, 3.0], {"aten": 2}, {"aten": 2}, ["the run without the patch called torch_bwattn"]),
@@ -68,7 +69,16 @@ def test_example_names_bad_sizes():
 def test_failures_are_found(train_lm, losses, calls, plain_calls, expected):
     patched = train_lm.Run(None, losses, 1.0, 1.0, calls)
     plain = train_lm.Run(None, [4.0, 3.0], 1.0, 1.0, plain_calls)
-    assert train_lm.failures(patched, plain, 5e-3) == expected
+    assert train_lm.failures(patched, plain, train_lm.TOLERANCES[torch.float32]) == expected
+
+
+def test_late_steps_may_drift_but_not_on_average(train_lm):
+    tolerance = train_lm.TOLERANCES[torch.float32]
+    plain = train_lm.Run(None, [3.0] * 100, 1.0, 1.0, {})
+    drifting = train_lm.Run(None, [3.0] * 60 + [3.01] * 40, 1.0, 1.0, {"aten": 1})
+    assert train_lm.failures(drifting, plain, tolerance) == []
+    apart = train_lm.Run(None, [3.0] * 40 + [3.01] * 60, 1.0, 1.0, {"aten": 1})
+    assert train_lm.failures(apart, plain, tolerance) == ["the two loss curves disagree"]
 
 
 def test_vocabulary_round_trip(train_lm):

@@ -64,13 +64,21 @@ class Call:
     with_lse_grad: bool = False
     needs_grad: tuple[bool, bool, bool] = (True, True, True)
 
+    def _broadcast(self, *operands: Operand) -> tuple[int, ...]:
+        leads = [operand.shape[:-2] for operand in operands]
+        if self.enable_gqa:
+            leads = [lead[:-1] + self.query.shape[-3:-2] for lead in leads]
+        return tuple(torch.broadcast_shapes(*leads))
+
     @property
     def batch(self) -> tuple[int, ...]:
         """The leading dimensions of the output, heads included."""
-        leads = [operand.shape[:-2] for operand in (self.query, self.key, self.value)]
-        if self.enable_gqa:
-            leads = [leads[0], *(lead[:-1] + leads[0][-1:] for lead in leads[1:])]
-        return tuple(torch.broadcast_shapes(*leads))
+        return self._broadcast(self.query, self.key, self.value)
+
+    @property
+    def mask_shape(self) -> tuple[int, ...]:
+        """What a mask broadcasts to: the batch is that of query and key, which the value's may exceed."""
+        return (*self._broadcast(self.query, self.key), self.query.shape[-2], self.key.shape[-2])
 
     @property
     def scores_shape(self) -> tuple[int, ...]:

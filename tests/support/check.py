@@ -72,7 +72,7 @@ def check_metadata(call: Call, tensors: Tensors, results: Results) -> None:
 
 def check_order(call: Call, out: torch.Tensor) -> None:
     """A contiguous query gives a contiguous output, a transposed B,S,H,D query a transposed B,S,H,D output."""
-    if call.query.shape[:-2] != call.batch or 0 in call.out_shape:
+    if call.query.shape[:-2] != call.batch or 0 in (*call.query.shape, *call.out_shape):
         return
     if call.query.layout == "contiguous":
         assert out.is_contiguous(), out.stride()

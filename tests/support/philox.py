@@ -45,6 +45,6 @@ def keep_mask(seed: int, scores_shape: tuple[int, ...], dropout_p: float) -> tor
         0,
     )
     outputs = philox_4x32(counter, (seed & 0xFFFFFFFF, seed >> 32), rounds=7)
-    numbers = np.stack(outputs, axis=-1).reshape(planes, rows, -1)[:, :, :columns]
+    numbers = np.stack(outputs, axis=-1).reshape(planes, rows, 4 * -(-columns // 4))[:, :, :columns]
     threshold = min(round(dropout_p * 2**32), 2**32 - 1)
     return torch.from_numpy(numbers >= threshold).reshape(scores_shape)

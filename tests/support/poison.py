@@ -9,16 +9,16 @@ import torch
 
 
 def poison(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Makes every torch function that returns unwritten memory fill it with NaN (integers: with their largest value)."""
+    """Makes every torch function that returns unwritten memory fill it with NaN (integers: their largest value)."""
 
     def filled(original):
         def call(*args, **kwargs):
             result = original(*args, **kwargs)
             if result.device.type == "meta" or type(result) is not torch.Tensor:
                 return result
-            if result.is_floating_point():
+            if result.is_floating_point() or result.is_complex():
                 return result.fill_(math.nan)
-            return result if result.is_complex() else result.fill_(torch.iinfo(result.dtype).max if result.dtype != torch.bool else True)
+            return result.fill_(True if result.dtype == torch.bool else torch.iinfo(result.dtype).max)
 
         return call
 

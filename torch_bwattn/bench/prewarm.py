@@ -28,7 +28,7 @@ def default_jobs(rows: Sequence[Row], cores: int | None) -> int:
 
 
 def _start(command: Sequence[str], variables: Mapping[str, str]) -> subprocess.Popen[str]:
-    return subprocess.Popen(
+    return subprocess.Popen(  # noqa: S603 (this interpreter, this package)
         [sys.executable, "-m", "torch_bwattn", "bench", *command],
         stdout=subprocess.DEVNULL,
         stderr=subprocess.PIPE,

@@ -34,6 +34,10 @@ class _Entry(NamedTuple):
 _entries: dict[object, _Entry | None] = {}
 
 
+def _plain(tensor: Tensor) -> bool:
+    return type(tensor) in _PLAIN and tensor.layout is torch.strided and not tensor.is_nested
+
+
 def _casts(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> bool:
     """Whether autocast is on and would change an operand."""
     if not torch._C._is_any_autocast_enabled() or not torch.is_autocast_enabled(query.device.type):
@@ -54,9 +58,9 @@ def call(
     causal_alignment: str,
 ) -> tuple[Tensor, Tensor] | None:
     """``(out, lse)``, or None where the call must go the long way."""
-    if not (type(query) in _PLAIN and type(key) in _PLAIN and type(value) in _PLAIN):
+    if not (_plain(query) and _plain(key) and _plain(value) and (mask is None or _plain(mask))):
         return None
-    if (mask is not None and type(mask) not in _PLAIN) or autograd.watched() or _casts(query, key, value, mask):
+    if autograd.watched() or _casts(query, key, value, mask):
         return None
     pin = pinned()
     options = (dropout_p, is_causal, scale, enable_gqa, causal_alignment, pin)

@@ -144,7 +144,8 @@ def attention_excess(
             mask_tile = parts.load_mask(mask, b, h, row, col, inside[:, None] & bound[None, :])
             k_tile = hl.load(k, [b, hk, col, slice(None)], extra_mask=bound[:, None])
             s = hl.dot(q_tile, k_tile.T, out_dtype=torch.float32)
-            p = parts.exp_shifted(s * scale + mask_tile.to(torch.float32), row_norm[:, None], mask)
+            exponent = parts.masked_exponents(s * scale, mask, mask_tile)
+            p = parts.exp_shifted(exponent, row_norm[:, None], mask)
             seen = parts.visible(row[:, None], col[None, :], N, diagonal, causal)
             total = total + torch.where(seen, p, 0.0).sum(-1)
         hl.store(excess, [b, h, row], torch.where(large, torch.log2(total), 0.0), extra_mask=inside)
@@ -337,13 +338,14 @@ def attention_dq(
 
 def _diagonal_tiles(
     first_col: Int, block_n: Int, rows: Int, diagonal: Int, causal: bool, block_m: Int
-) -> tuple[Int | torch.Tensor, Int | torch.Tensor]:
-    """The query tiles ``[start, stop)`` in which some query sees only some of ``block_n`` keys.
+) -> tuple[Any, Any]:
+    """The query tiles ``[start, stop)`` in which some query sees only some of ``block_n`` keys, as integers or scalars.
 
     The ragged last tile is never among them: it has its own place in the loops.
     """
     if not causal:
         return 0, 0
+    full: Any
     start, full, _ = parts.query_tiles(first_col, first_col + block_n - 1, rows, diagonal, causal, block_m)
     return start, torch.minimum(full, torch.zeros_like(full) + rows // block_m)
 
@@ -363,8 +365,8 @@ def _edge_position(
 
 def _row_values(
     values: torch.Tensor | None, b: Int, h: Int, row: torch.Tensor, rows: Int | None, copies: int, block_m: Int
-) -> torch.Tensor | None:
-    """``values[b, h, row]``, 0 where ``row >= rows`` (None: no bound), loaded ``copies`` times.
+) -> Any:
+    """``values[b, h, row]`` (None of None), 0 where ``row >= rows`` unless that is None, loaded ``copies`` times.
 
     See :func:`row_copies_for` for why.
     """
@@ -381,7 +383,7 @@ def _row_values(
 
 
 def _exponentials(
-    s: torch.Tensor, c: float, norm: torch.Tensor, excess: torch.Tensor | None, mask_tile: torch.Tensor | None
+    s: torch.Tensor, c: float, norm: torch.Tensor, excess: torch.Tensor | None, mask_tile: Any
 ) -> torch.Tensor:
     """exp(scores - norm - excess), all operands shaped alike; without an additive mask in base 2."""
     if excess is None:
@@ -395,7 +397,7 @@ def _probabilities(
     norm: torch.Tensor,
     excess: torch.Tensor | None,
     mask: torch.Tensor | None,
-    mask_tile: torch.Tensor | None,
+    mask_tile: Any,
 ) -> torch.Tensor:
     """P of a tile of products q . k, before the causal mask."""
     p = _exponentials(s, c, norm.unsqueeze(1), None if excess is None else excess.unsqueeze(1), mask_tile)
@@ -408,10 +410,10 @@ def _probabilities_t(
     norm: torch.Tensor,
     excess: torch.Tensor | None,
     mask: torch.Tensor | None,
-    mask_tile: torch.Tensor | None,
+    mask_tile: Any,
 ) -> torch.Tensor:
     """As :func:`_probabilities`, for a transposed tile of products (the mask's tile is not transposed)."""
-    mask_t = None if mask_tile is None else mask_tile.T
+    mask_t: Any = None if mask_tile is None else mask_tile.T
     p_t = _exponentials(s_t, c, norm.unsqueeze(0), None if excess is None else excess.unsqueeze(0), mask_t)
     return p_t if mask is None or parts.additive(mask) else torch.where(mask_t, p_t, 0.0)
 

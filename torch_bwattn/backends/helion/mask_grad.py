@@ -6,9 +6,9 @@ for a mask of shape [Bm, Hm, Mm, Nm], each size 1 or that of the scores [B, Hq, 
     dmask_bhij = sum of dS over the dimensions of size 1
     dS_ij = g * P_ij * (keep_ij * do_i . v_j - delta_i / g)
 
-A program owns one ``block_m`` x ``block_n`` tile of dmask. It visits, in one fixed order, each (batch, head, query tile,
-key tile) whose dS belongs to its tile, adds dS up in fp32 and stores once: no atomics, the same bits in each run, and
-one source and one binary for every form of broadcast. Four nested loops would leave nothing to overlap loads with,
+A program owns one ``block_m`` x ``block_n`` tile of dmask. It visits, in one fixed order, each (batch, head, query
+tile, key tile) whose dS belongs to its tile, adds dS up in fp32 and stores once: no atomics, the same bits in each run,
+and one source and one binary for every form of broadcast. Four nested loops would leave nothing to overlap loads with,
 because all of them but one usually have a single iteration; so the visits are one flat loop, and its index is taken
 apart into the four. A broadcast row (Mm = 1) or column (Nm = 1) is a tile whose rows or columns are added up before the
 store.
@@ -20,7 +20,7 @@ that ``torch.sum`` reduces afterwards, in a fixed order too.
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import helion.language as hl
 import torch
@@ -133,7 +133,9 @@ def attention_dmask(
         hl.store(dmask, [bm, hm, out_row, out_col], total.to(dmask.dtype), extra_mask=inside_mask)
 
 
-def partial_shape(mask_shape: Sequence[int], scores_shape: Sequence[int], block_m: int, block_n: int) -> tuple[int, ...]:
+def partial_shape(
+    mask_shape: Sequence[int], scores_shape: Sequence[int], block_m: int, block_n: int
+) -> tuple[int, ...]:
     """Shape of the buffer that :data:`DMASK` should write for a mask.
 
     Args:

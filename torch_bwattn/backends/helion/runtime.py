@@ -374,6 +374,9 @@ class PreparedLaunch:
         self._numbers = tuple(args[i] for i in bound.derived_from) if bound.derived_from else None
         self._scalars = tuple(pair for pair in bound.passed if not isinstance(args[pair[1]], torch.Tensor))
         pointers = [pair for pair in bound.passed if pair not in self._scalars]
+        for _, index in self._scalars:
+            if bound.integer == "i32" and isinstance(args[index], int) and not _fits_int32(args[index]):
+                raise ValueError(f"{family.parameters[index]}: expected a signed 32-bit number, got {args[index]}")
         layouts = self._layouts = specialization.layouts_of(family, args)
         aligned = specialization.Layout.ALIGNED
         self._alignable = tuple(pair for pair in pointers if self._direct and layouts[pair[1]] is aligned)
@@ -436,6 +439,10 @@ class PreparedLaunch:
         else:
             with torch.cuda.device(device):
                 _launch(binary, grid, device, values)
+
+
+def _fits_int32(value: int) -> bool:
+    return -specialization.INT32_MAX - 1 <= value <= specialization.INT32_MAX
 
 
 def _launch(binary: Any, grid: tuple[int, ...], device: int, values: list[Any]) -> None:

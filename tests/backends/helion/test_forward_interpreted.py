@@ -1,0 +1,299 @@
+"""The attention forward kernel, run tile by tile in Triton's interpreter on small drawn problems."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.strategies import share
+from tests.support.philox import keep_mask
+from torch_bwattn.testing import Results, judge, oracle, pt_reference
+
+pytestmark = pytest.mark.interpreted
+
+SEED = 0x123456789ABCDEF
+
+
+@dataclass(frozen=True)
+class Features:
+    """What a kernel is compiled for: each combination is bound once, then serves every length."""
+
+    dtype: torch.dtype = torch.float32
+    widths: tuple[int, int] = (16, 16)
+    causal: bool = False
+    mask: torch.dtype | None = None
+    dropout: bool = False
+    negative_scale: bool = False
+    tile: tuple[int, int] = (32, 16)
+
+    def __str__(self) -> str:
+        mask = None if self.mask is None else f"{self.mask} mask"
+        flags = ("causal" if self.causal else None, mask, "dropout" if self.dropout else None)
+        sign = "negative scale" if self.negative_scale else None
+        tile = "x".join(map(str, self.tile))
+        return " ".join(filter(None, (f"{self.dtype} D{self.widths} {tile}", *flags, sign))).replace("torch.", "")
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One call of the kernel."""
+
+    batch: int = 1
+    kv_heads: int = 1
+    group: int = 1
+    rows: int = 20
+    keys: int = 37
+    bottom_right: bool = False
+    scale: float = 0.4
+    dropout_p: float = 0.4
+    mask_shape: tuple[bool, bool, bool, bool] = (True, True, True, True)
+    mask_content: str = "random"
+    layout: str = "contiguous"
+    seed: int = 0
+
+
+FEATURES = (
+    Features(),
+    Features(causal=True),
+    Features(causal=True, tile=(16, 64)),
+    Features(causal=True, negative_scale=True),
+    Features(dtype=torch.float16, widths=(32, 32), causal=True),
+    Features(dtype=torch.float16, widths=(64, 32), negative_scale=True),
+    Features(widths=(1, 1), causal=True),
+    Features(widths=(3, 5)),
+    Features(widths=(40, 8), causal=True, tile=(16, 16)),
+    Features(dtype=torch.float16, widths=(72, 104)),
+    Features(dtype=torch.float16, widths=(128, 96), causal=True, tile=(64, 32)),
+    Features(mask=torch.bool),
+    Features(mask=torch.bool, causal=True, widths=(24, 40)),
+    Features(dtype=torch.float16, mask=torch.bool, tile=(16, 32)),
+    Features(mask=torch.float32),
+    Features(mask=torch.float32, causal=True, negative_scale=True),
+    Features(dtype=torch.float16, mask=torch.float16),
+    Features(dtype=torch.float16, mask=torch.float32, causal=True, tile=(16, 32)),
+    Features(dropout=True),
+    Features(dtype=torch.float16, dropout=True, causal=True, widths=(8, 16)),
+    Features(dropout=True, mask=torch.bool, tile=(16, 32)),
+    Features(dropout=True, mask=torch.float32, causal=True),
+)
+
+_LENGTHS = (0, 1, 2, 3, 15, 16, 17, 31, 32, 33, 47, 64, 65, 70)
+
+
+@st.composite
+def problems(draw: st.DrawFn, features: Features) -> Problem:
+    scales = (-0.3, -2.0) if features.negative_scale else (0.0, 0.3, 1.0, 4.0)
+    return Problem(
+        batch=draw(st.integers(1, 2)),
+        kv_heads=draw(st.integers(1, 2)),
+        group=draw(st.integers(1, 3)),
+        rows=draw(st.sampled_from(_LENGTHS)),
+        keys=draw(st.sampled_from(_LENGTHS)),
+        bottom_right=draw(st.booleans()),
+        scale=draw(st.sampled_from(scales)),
+        dropout_p=draw(st.sampled_from((0.1, 0.5, 0.9))),
+        mask_shape=draw(st.tuples(st.booleans(), st.booleans(), st.booleans(), st.booleans())),
+        mask_content=draw(st.sampled_from(("random", "dead rows", "extreme"))),
+        layout=draw(st.sampled_from(("contiguous", "bshd", "stepped", "one head", "offset"))),
+        seed=draw(st.integers(0, 2**16)),
+    )
+
+
+def operand(shape: tuple[int, ...], dtype: torch.dtype, layout: str, generator: torch.Generator) -> torch.Tensor:
+    """Random values in one of the memory layouts that callers have."""
+    b, h, s, d = shape
+    if layout == "bshd":
+        return torch.randn(b, s, h, d, generator=generator).to(dtype).transpose(1, 2)
+    if layout == "stepped":
+        return torch.randn(b, h, 2 * s, 2 * d, generator=generator).to(dtype)[:, :, ::2, ::2]
+    if layout == "one head":
+        return torch.randn(b, 1, s, d, generator=generator).to(dtype).expand(shape)
+    if layout == "offset":
+        return torch.randn(b * h * s * d + 3, generator=generator).to(dtype)[3:].view(shape)
+    return torch.randn(shape, generator=generator).to(dtype)
+
+
+def attention_mask(
+    problem: Problem, dtype: torch.dtype, scores: tuple[int, ...], generator: torch.Generator
+) -> torch.Tensor:
+    """A mask with the problem's broadcast dimensions; a dead row sees nothing, an extreme one only finfo.min."""
+    shape = [size if kept else min(size, 1) for size, kept in zip(scores, problem.mask_shape, strict=True)]
+    drawn = torch.rand(shape, generator=generator)
+    if dtype == torch.bool:
+        mask = drawn > 0.4
+        dead = False
+    else:
+        mask = (4 * drawn - 2).to(dtype)
+        mask[drawn > 0.8] = -math.inf
+        dead = -math.inf
+    if problem.mask_content != "random":
+        mask[:, :, ::3] = dead
+    if problem.mask_content == "extreme" and dtype != torch.bool:
+        mask[:, :, 1::3] = torch.finfo(dtype).min
+    return mask
+
+
+def output(shape: tuple[int, ...], dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    """An output full of NaN with a margin in every dimension, and the memory that it lies in."""
+    memory = torch.full([size + 2 for size in shape], math.nan, dtype=dtype)
+    return memory[tuple(slice(1, -1) for _ in shape)], memory
+
+
+def launch(features, inputs, mask, scale, dropout_p, diagonal, family=None):
+    """(out, lse) of the kernel; fails if it writes anywhere else or leaves a place unwritten."""
+    from torch_bwattn.backends.helion import forward
+
+    q, k, v = inputs
+    out, out_memory = output((*q.shape[:3], v.shape[3]), q.dtype)
+    lse = torch.full(q.shape[:3], math.nan)
+    rng_state = torch.tensor([SEED]) if features.dropout else None
+    arguments = forward.forward_arguments(
+        q, k, v, mask, rng_state, out, lse,
+        scale=scale, dropout_p=dropout_p if features.dropout else 0.0, causal=features.causal, diagonal=diagonal,
+    )  # fmt: skip
+    config = {"block_sizes": list(features.tile), "num_warps": 4, "num_stages": 1}
+    (family or forward.FORWARD).prepare(arguments, config)(*arguments)
+    results = out.clone(), lse
+    out.fill_(math.nan)
+    assert out_memory.isnan().all(), "the kernel wrote beside its output"
+    return results
+
+
+def check(features: Features, problem: Problem, family=None) -> None:
+    generator = torch.Generator().manual_seed(problem.seed)
+    heads = problem.kv_heads * problem.group
+    rows, keys = problem.rows, problem.keys
+    width, value_width = features.widths
+    q = operand((problem.batch, heads, rows, width), features.dtype, problem.layout, generator)
+    k = operand((problem.batch, problem.kv_heads, keys, width), features.dtype, problem.layout, generator)
+    v = operand((problem.batch, problem.kv_heads, keys, value_width), features.dtype, problem.layout, generator)
+    scores = (problem.batch, heads, rows, keys)
+    mask = None if features.mask is None else attention_mask(problem, features.mask, scores, generator)
+    diagonal = keys - rows if problem.bottom_right else 0
+    expanded = None if mask is None else mask.expand(scores)
+    out, lse = launch(features, (q, k, v), expanded, problem.scale, problem.dropout_p, diagonal, family)
+
+    if features.causal and expanded is not None:
+        # The references take one or the other, as PyTorch does.
+        seen = torch.arange(keys) <= torch.arange(rows).unsqueeze(1) + diagonal
+        expanded = expanded & seen if features.mask == torch.bool else expanded.masked_fill(~seen, -math.inf)
+    options = {
+        "attn_mask": expanded,
+        "dropout_p": problem.dropout_p if features.dropout else 0.0,
+        "is_causal": features.causal and features.mask is None,
+        "causal_alignment": "bottom_right" if problem.bottom_right else "top_left",
+        "scale": problem.scale,
+        "enable_gqa": True,
+        "keep_mask": keep_mask(SEED, scores, problem.dropout_p) if features.dropout else None,
+    }
+    reference, pt = oracle(q, k, v, **options), pt_reference(q, k, v, **options)
+    for verdict in judge(Results(out=out, lse=lse), reference, pt):
+        verdict.check()
+
+
+@pytest.mark.parametrize("features", FEATURES, ids=str)
+@settings(max_examples=share(0.1))
+@given(data=st.data())
+def test_drawn_problems(features, data):
+    check(features, data.draw(problems(features)))
+
+
+@pytest.mark.parametrize("rows", [0, 1, 33])
+@pytest.mark.parametrize("keys", [0, 1, 33])
+@pytest.mark.parametrize("bottom_right", [False, True])
+def test_lengths_of_0_and_1(rows, keys, bottom_right):
+    check(Features(causal=True), Problem(rows=rows, keys=keys, bottom_right=bottom_right))
+
+
+def test_index_arithmetic_in_64_bits():
+    from torch_bwattn.backends.helion import forward, runtime
+
+    class Wide(runtime.KernelFamily):
+        def index_dtype(self, args):  # as for tensors past 2**31 elements, which no test machine has room for
+            return torch.int64
+
+    family = Wide(forward.attention_forward, dims={k: " ".join(d) for k, d in forward.FORWARD.dims.items()})
+    features = Features(causal=True, dropout=True, mask=torch.bool)
+    check(features, Problem(batch=2, kv_heads=2, group=2, rows=40, keys=50, bottom_right=True), family)
+
+
+@pytest.mark.parametrize("tile", [(16, 16), (32, 64)])
+@pytest.mark.parametrize("dropout_p", [1e-9, 0.3, 0.5, 0.75, 1 - 2**-33])
+def test_dropout_keeps_exactly_the_defined_positions(tile, dropout_p):
+    rows, keys = 21, 30
+    q, k = torch.zeros(2, 4, rows, 16), torch.zeros(2, 2, keys, 16)
+    # Scores of 0 and the identity for v: out_ij is keep_ij / (keys * (1 - p)).
+    v = torch.eye(keys, 32).expand(2, 2, keys, 32)
+    out, _ = launch(Features(dropout=True, widths=(16, 32), tile=tile), (q, k, v), None, 1.0, dropout_p, 0)
+    assert torch.equal(out[..., :keys] != 0, keep_mask(SEED, (2, 4, rows, keys), dropout_p))
+
+
+def test_nan_in_a_query_stays_in_its_row():
+    q, k, v = torch.randn(1, 2, 20, 16), torch.randn(1, 2, 37, 16), torch.randn(1, 2, 37, 16)
+    q[0, 0, 3, 5] = math.nan
+    for causal in (False, True):
+        out, lse = launch(Features(causal=causal), (q, k, v), None, 0.3, 0.0, 0)
+        expected = torch.zeros(1, 2, 20, dtype=torch.bool)
+        expected[0, 0, 3] = True
+        assert torch.equal(lse.isnan(), expected)
+        assert torch.equal(out.isnan().any(-1), expected)
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_a_masked_key_does_not_leak(bad):
+    q, k, v = torch.randn(1, 2, 20, 16), torch.randn(1, 2, 37, 16), torch.randn(1, 2, 37, 16)
+    mask = torch.ones(20, 37, dtype=torch.bool)
+    mask[:, 7] = False
+    clean = launch(Features(mask=torch.bool), (q, k, v), mask.expand(1, 2, 20, 37), 0.3, 0.0, 0)
+    k[0, 1, 7] = bad
+    dirty = launch(Features(mask=torch.bool), (q, k, v), mask.expand(1, 2, 20, 37), 0.3, 0.0, 0)
+    for before, after in zip(clean, dirty, strict=True):
+        assert torch.equal(before, after)
+
+
+def test_keys_beyond_the_causal_diagonal_do_not_leak():
+    q, k, v = torch.randn(1, 1, 40, 16), torch.randn(1, 1, 40, 16), torch.randn(1, 1, 40, 16)
+    clean = launch(Features(causal=True), (q, k, v), None, 0.3, 0.0, 0)
+    k[0, 0, 35:] = math.nan
+    dirty = launch(Features(causal=True), (q, k, v), None, 0.3, 0.0, 0)
+    for before, after in zip(clean, dirty, strict=True):
+        assert torch.equal(before[:, :, :35], after[:, :, :35])
+        assert after[:, :, 35:].isnan().all()
+
+
+def test_infinite_scores_are_what_softmax_makes_of_them():
+    q, k, v = torch.ones(1, 1, 4, 16), torch.randn(1, 1, 37, 16), torch.randn(1, 1, 37, 16)
+    k[0, 0, 5] = -math.inf  # never attended to
+    out, lse = launch(Features(), (q, k, v), None, 0.3, 0.0, 0)
+    keep = [j for j in range(37) if j != 5]
+    expected = launch(Features(), (q, k[:, :, keep], v[:, :, keep]), None, 0.3, 0.0, 0)
+    torch.testing.assert_close((out, lse), expected)
+    k[0, 0, 6] = math.inf  # inf - inf
+    out, lse = launch(Features(), (q, k, v), None, 0.3, 0.0, 0)
+    assert out.isnan().all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+def test_a_row_of_the_lowest_mask_value_gives_the_mean(dtype):
+    q, k, v = (torch.randn(1, 1, n, 16).to(dtype) for n in (20, 37, 37))
+    mask = torch.full((1, 1, 20, 37), torch.finfo(dtype).min, dtype=dtype)
+    if dtype == torch.float16:
+        q = torch.zeros_like(q)  # fp16's lowest value does not swamp the scores
+    out, _ = launch(Features(dtype=dtype, mask=dtype), (q, k, v), mask, 0.3, 0.0, 0)
+    torch.testing.assert_close(out, v.mean(2, keepdim=True).expand_as(out))
+
+
+def test_one_kernel_serves_every_length():
+    from torch_bwattn.backends.helion import forward
+
+    features = Features(tile=(16, 16))
+    check(features, Problem(rows=5, keys=5))
+    bound = len(forward.FORWARD._bound)
+    for rows, keys, layout in ((1, 1, "bshd"), (16, 32, "stepped"), (0, 7, "contiguous"), (50, 3, "one head")):
+        check(features, replace(Problem(), rows=rows, keys=keys, layout=layout, kv_heads=2, group=2))
+    assert len(forward.FORWARD._bound) == bound
