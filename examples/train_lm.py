@@ -22,6 +22,8 @@ from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 from pydoc_data.topics import topics
+from statistics import mean
+from typing import NamedTuple
 
 import matplotlib as mpl
 import torch
@@ -31,9 +33,21 @@ from tqdm import tqdm
 
 import torch_bwattn
 
-# How far apart the two losses of one step may be, in nats. Two correct attention kernels differ by rounding only, but
-# training amplifies that from step to step; these are some ten times what was measured over the default run.
-TOLERANCE = {torch.float32: 5e-3, torch.bfloat16: 5e-2}
+EARLY_STEPS = 20
+
+
+class Tolerance(NamedTuple):
+    """How far apart the two losses may be, in nats: at most within EARLY_STEPS, and on average over the run."""
+
+    early: float
+    mean: float
+
+
+# Two correct attention kernels differ by rounding, which training amplifies from step to step: the first steps are held
+# to the dtype's rounding, the whole run to a mean. Measured between a fused and a blockwise kernel: 5e-7 and 2e-3 in
+# float32, 3e-4 and 2e-2 in bfloat16. In float32, a scale that is 2% off gives 2e-5 and 2e-2, query heads that read the
+# wrong key heads 2e-2 and 3e-2.
+TOLERANCES = {torch.float32: Tolerance(1e-5, 5e-3), torch.bfloat16: Tolerance(1e-2, 5e-2)}
 
 
 def read_prose() -> str:
@@ -183,10 +197,11 @@ def distances(patched: Run, plain: Run) -> list[float]:
     return [math.inf if math.isnan(gap) else gap for gap in gaps]
 
 
-def failures(patched: Run, plain: Run, tolerance: float) -> list[str]:
+def failures(patched: Run, plain: Run, tolerance: Tolerance) -> list[str]:
     """Returns what is wrong with the two runs, one sentence each; empty when all is well."""
     found = []
-    if max(distances(patched, plain)) > tolerance:
+    gaps = distances(patched, plain)
+    if max(gaps[:EARLY_STEPS]) > tolerance.early or mean(gaps) > tolerance.mean:
         found.append("the two loss curves disagree")
     if sum(patched.attention_calls.values()) == 0:
         found.append("the patch reached no attention call")
@@ -195,7 +210,7 @@ def failures(patched: Run, plain: Run, tolerance: float) -> list[str]:
     return found
 
 
-def plot(patched: Run, plain: Run, tolerance: float, path: Path) -> None:
+def plot(patched: Run, plain: Run, tolerance: Tolerance, path: Path) -> None:
     """Draws both loss curves, and their distance beside the tolerance, into a PNG file."""
     mpl.use("Agg")
     figure, (curves, distance) = plt.subplots(
@@ -208,10 +223,11 @@ def plot(patched: Run, plain: Run, tolerance: float, path: Path) -> None:
     curves.legend()
     # A logarithmic axis cannot show the steps at which both losses are equal to the bit.
     distance.semilogy([max(gap, 1e-8) for gap in distances(patched, plain)], color="tab:blue", linewidth=1)
-    distance.axhline(tolerance, color="tab:red", linestyle="--", label="tolerance")
+    distance.hlines(tolerance.early, 0, EARLY_STEPS, color="tab:red", label=f"bound of the first {EARLY_STEPS} steps")
+    distance.axhline(tolerance.mean, color="tab:red", linestyle="--", label="bound of the mean")
     distance.set_xlabel("step")
     distance.set_ylabel("distance")
-    distance.legend(loc="center right")
+    distance.legend(loc="center right", fontsize="small")
     figure.savefig(path, dpi=120)
     plt.close(figure)
 
@@ -268,7 +284,7 @@ def main(argv: list[str] | None = None) -> int:
         sample = write_text(patched.model, vocabulary, "The ", args)
         held_out = held_out_loss(patched.model, held_out_data, args)
     plain = train("plain", config, train_data, args)
-    tolerance = TOLERANCE[args.dtype]
+    tolerance = TOLERANCES[args.dtype]
     plot(patched, plain, tolerance, args.plot)
 
     print(f"\nWritten by the patched model (held-out loss {held_out:.3f} nats a token):\n")
@@ -280,9 +296,11 @@ def main(argv: list[str] | None = None) -> int:
         print(f"{name:<10}{speed}{run.losses[-1]:>12.4f}  {calls}")
 
     gaps = distances(patched, plain)
-    step = gaps.index(max(gaps))
     print(
-        f"\nThe losses differ by at most {gaps[step]:.1e}, at step {step}; tolerance for {args.dtype}: {tolerance:.0e}."
+        f"\nDistance of the two losses, tolerances for {args.dtype} in brackets: at most {max(gaps[:EARLY_STEPS]):.1e}"
+    )
+    print(
+        f"in the first {EARLY_STEPS} steps [{tolerance.early:.0e}], {mean(gaps):.1e} on average [{tolerance.mean:.0e}]."
     )
     print(f"Both curves: {args.plot}")
     found = failures(patched, plain, tolerance)

@@ -64,8 +64,8 @@ def sdpa(
         query: ``[..., Hq, Sq, D]``, bfloat16, float16, float32 or float64; any strides; rank 2 or more.
         key: ``[..., Hkv, Skv, D]``, the query's dtype; leading dimensions broadcast.
         value: ``[..., Hkv, Skv, Dv]``, likewise; ``Dv`` may differ from ``D``.
-        attn_mask: broadcasts to ``[..., Hq, Sq, Skv]``: bool (True keeps a score), or added to the scores in the query's
-            dtype or float32. A row that sees nothing gives 0.
+        attn_mask: broadcasts to ``[..., Hq, Sq, Skv]``: bool (True keeps a score), or added to the scores in the
+            query's dtype or float32. A row that sees nothing gives 0.
         dropout_p: probability in [0, 1] of dropping a softmax weight; applied whenever it is above 0, there is no
             training flag. The seed comes from the device's default generator.
         is_causal: query i sees key j when ``j <= i`` (see ``causal_alignment``). Excludes ``attn_mask``.

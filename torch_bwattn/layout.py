@@ -26,10 +26,10 @@ def dense_strides(like: Tensor, sizes: Sequence[IntLike]) -> tuple[IntLike, ...]
             order[j - 1], order[j] = order[j], order[j - 1]
             j -= 1
     strides: list[IntLike] = [0, 0, 0, 1]
-    step: IntLike = sizes[3] if sizes[3] > 1 else 1
+    step: IntLike = max(1, sizes[3])
     for dim in reversed(order):
         strides[dim] = step
-        step = step * (sizes[dim] if sizes[dim] > 1 else 1)
+        step = step * max(1, sizes[dim])
     return tuple(strides)
 
 

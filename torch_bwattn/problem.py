@@ -1,7 +1,8 @@
 """One call, described: validation, normalisation to 4-D, and the frozen :class:`Problem` that backends judge.
 
-``normalize`` is the only place where arguments are checked, for every entry point (the ops, ``torch_bwattn.sdpa``, the
-patch, ``explain``). It works on real, fake and functorch tensors alike, so eager and compiled calls raise the same text.
+``normalize`` is the only place where arguments are checked, for every entry point (the ops, ``torch_bwattn.sdpa``,
+the patch, ``explain``). It works on real, fake and functorch tensors alike, so eager and compiled calls raise the
+same text.
 """
 
 from __future__ import annotations
@@ -202,7 +203,7 @@ def _check_mask(mask: Tensor, query: Tensor, key: Tensor, enable_gqa: bool) -> T
 
 
 def _mask_4d(mask: Tensor | None, lead: tuple[IntLike, ...], batch: IntLike) -> Tensor | None:
-    """The mask as ``[B|1, Hq|1, Sq|1, Skv|1]``, a view unless more than one batch dimension is only partly broadcast."""
+    """The mask as ``[B|1, Hq|1, Sq|1, Skv|1]``: a view, unless several batch dimensions are partly broadcast."""
     if mask is None:
         return None
     while mask.dim() < 4:
@@ -317,5 +318,7 @@ def _broadcast_extent(q: Tensor, k: Tensor) -> int:
 
 def _aligned(tensor: Tensor) -> bool:
     per_16_bytes = max(1, 16 // tensor.element_size())
-    outer = all(step % per_16_bytes == 0 or size <= 1 for size, step in zip(tensor.shape[:3], tensor.stride()[:3]))
+    outer = all(
+        step % per_16_bytes == 0 or size <= 1 for size, step in zip(tensor.shape[:3], tensor.stride()[:3], strict=True)
+    )
     return outer and tensor.data_ptr() % 16 == 0

@@ -24,7 +24,7 @@ def capability(target: str) -> tuple[int, int] | None:
     return int(digits[:-1]), int(digits[-1])
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def _cuda_device_target(index: int) -> str:
     return cuda_target(*torch.cuda.get_device_capability(index))
 

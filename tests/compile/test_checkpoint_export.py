@@ -75,7 +75,7 @@ def test_dropout_replays_under_compiled_checkpointing():
 
 
 def policy(_, op, *args, **kwargs):
-    saved = op in (torch.ops.bwattn.sdpa_forward.default,)
+    saved = op == torch.ops.bwattn.sdpa_forward.default
     return CheckpointPolicy.MUST_SAVE if saved else CheckpointPolicy.PREFER_RECOMPUTE
 
 

@@ -1,10 +1,10 @@
 """PyTorch's own fused kernels as a backend, wherever they are right.
 
-CPU: the fused flash kernel, which returns ``out`` and ``lse``. Known to be wrong, measured on torch 2.13: NaN for causal
-problems with a scale of 0 or less; a float32 mask read as float64 beside float64 operands; a row of ``out`` 0 and of ``lse`` 0 both for a row that sees nothing and for a NaN
-query; NaN for a last stride other than 1; a backward that trusts ``lse`` where it has lost the row's sum (rows of huge
-negative logits). The first is refused by ``supports``; the others show in ``lse`` or in the strides and are answered by
-the reference or a copy.
+CPU: the fused flash kernel, which returns ``out`` and ``lse``. Known to be wrong, measured on torch 2.13: NaN for
+causal problems with a scale of 0 or less; a float32 mask read as float64 beside float64 operands; a row of ``out`` 0
+and of ``lse`` 0 both for a row that sees nothing and for a NaN query; NaN for a last stride other than 1; a backward
+that trusts ``lse`` where it has lost the row's sum (rows of huge negative logits). The first is refused by
+``supports``; the others show in ``lse`` or in the strides and are answered by the reference or a copy.
 
 CUDA: the flash kernel, for what it states exactly: no mask, no dropout (its dropout mask is not ours), no LSE gradient,
 bottom-right causality only.
@@ -27,7 +27,7 @@ for natural logits of ordinary size, to fp32's."""
 
 
 def ordinary(lse: Tensor) -> bool:
-    """Whether no row of a CPU flash ``lse`` is suspect: masked out, NaN (both leave 0 or NaN) or too large to invert."""
+    """Whether no row of a CPU flash ``lse`` is suspect: masked out or NaN (both leave 0 or NaN) or too large."""
     magnitude = lse.abs()
     return bool(((magnitude > 0.0) & (magnitude <= _LSE_KEEPS_SUM)).all())
 
@@ -46,7 +46,7 @@ def _mask_chunks(problem: Problem, mask: Tensor) -> int:
 
 
 def _converts(mask: Tensor, dtype: torch.dtype) -> bool:
-    """Whether the CPU kernel cannot read the mask as it is: bool, or float32 beside float64 (read as float64: wrong)."""
+    """Whether the CPU kernel cannot read the mask as it is: bool, or float32 beside float64 (misread as float64)."""
     return mask.dtype not in (dtype, torch.float32) or (dtype == torch.float64 and mask.dtype != dtype)
 
 

@@ -1,8 +1,8 @@
 """The backend protocol: a verdict per problem, and callables that run it.
 
-A backend judges a :class:`~torch_bwattn.problem.Problem` and turns one it supports into a callable for tensors of exactly
-that description. Everything that depends only on the description (config, allocation, launch arguments) happens when the
-callable is made, so that a warm call pays for its kernels and little else.
+A backend judges a :class:`~torch_bwattn.problem.Problem` and turns one it supports into a callable for tensors of
+exactly that description. Everything that depends only on the description (config, allocation, launch arguments)
+happens when the callable is made, so that a warm call pays for its kernels and little else.
 
 All backends agree on what passes between forward and backward (``out``, natural-log ``lse``, the counter-based dropout
 mask of :mod:`torch_bwattn.backends.philox`), so a forward on one and a backward on another give one right answer.
@@ -33,10 +33,12 @@ class Verdict:
 
 
 def yes(config: str) -> Verdict:
+    """The problem is taken, with this config."""
     return Verdict(True, config=config)
 
 
 def no(reason: str) -> Verdict:
+    """The problem is refused, for this reason."""
     return Verdict(False, reason=reason)
 
 

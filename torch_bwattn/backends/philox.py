@@ -1,8 +1,8 @@
 """The dropout mask, defined once for every backend: counter-based, independent of tiles, devices and launch order.
 
-Philox-4x32 with 7 rounds (Salmon et al., "Parallel Random Numbers: As Easy as 1, 2, 3", SC 2011): for batch b, query head
-h, query i and key j the counter is ``(j // 4, i, b * Hq + h, 0)``, the key is the 63-bit seed's low and high words, and
-the ``j % 4``-th of the four outputs decides: kept when it is at least ``round(p * 2**32)``.
+Philox-4x32 with 7 rounds (Salmon et al., "Parallel Random Numbers: As Easy as 1, 2, 3", SC 2011): for batch b, query
+head h, query i and key j the counter is ``(j // 4, i, b * Hq + h, 0)``, the key is the 63-bit seed's low and high
+words, and the ``j % 4``-th of the four outputs decides: kept when it is at least ``round(p * 2**32)``.
 """
 
 from __future__ import annotations

@@ -2,9 +2,10 @@
 
 For a block of rows, with all keys a row may see in hand, softmax needs no online trick:
 
-    S = scale * Q K^T + mask          P = exp(S - max S) / l          O = (P * keep / (1 - p)) V      lse = max S + log l
-    dV = (P * keep / (1 - p))^T dO    dP = (dO V^T) * keep / (1 - p)  dS = P * (dP - sum(P * dP) + dlse)
-    dQ = scale * dS K                 dK = scale * dS^T Q             dmask = dS, summed to the mask's shape
+    S = scale * Q K^T + mask          P = exp(S - max S) / l
+    O = (P * keep / (1 - p)) V        lse = max S + log l
+    dV = (P * keep / (1 - p))^T dO    dP = (dO V^T) * keep / (1 - p)    dS = P * (dP - sum(P * dP) + dlse)
+    dQ = scale * dS K                 dK = scale * dS^T Q               dmask = dS, summed to the mask's shape
 
 computed in float64 for float64 inputs and for small problems, whose results are then correctly rounded (no other
 result of the same dtype is nearer, so the accuracy rule holds for any outcome of its own reference), and in float32
@@ -27,8 +28,8 @@ from . import philox
 from .base import Backend, BackwardFn, BackwardInputs, ForwardFn, ForwardInputs, Grads, Verdict, yes
 
 SMALL_SCORE_COUNT = 2**14
-"""Below so many scores, rounding has too few chances to average out: PyTorch's fused CPU kernels break the accuracy rule
-on some percent of drawn problems (none from 2**14 on), while float64 costs nothing that matters."""
+"""Below so many scores, rounding has too few chances to average out: PyTorch's fused CPU kernels break the accuracy
+rule on some percent of drawn problems (none from 2**14 on), while float64 costs nothing that matters."""
 
 _SMALLEST_BUDGET = 2**18  # scores per block: below this, a block's overhead outweighs its arithmetic
 
@@ -42,6 +43,8 @@ class Softmax(NamedTuple):
 
 
 class Block(NamedTuple):
+    """A block of query rows."""
+
     rows: range
     keys: int  # the block's rows see none but the first so many keys
 
@@ -130,7 +133,7 @@ def forward(problem: Problem, x: ForwardInputs) -> tuple[Tensor, Tensor]:
 
 
 def backward(problem: Problem, x: BackwardInputs, wanted: tuple[bool, bool, bool, bool]) -> Grads:
-    """Gradients of q, k, v and an additive mask; probabilities are computed anew, so ``out`` and ``lse`` are not read."""
+    """Gradients of q, k, v and an additive mask. Probabilities are computed anew: ``out`` and ``lse`` are not read."""
     dtype = compute_dtype(problem)
     dq = empty_like_order(x.q, problem.head_dim).zero_()
     dk = torch.zeros(x.k.shape, dtype=dtype, device=x.k.device)

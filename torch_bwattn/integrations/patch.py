@@ -34,8 +34,9 @@ def _restricted() -> bool:
     )
 
 
-# What torch.compiler.assume_constant_result sets, without its import of all of Dynamo: the flags cannot be traced, so they
-# are read while a graph is traced (inside a traced sdpa_kernel context they hold that context's choice) and fixed in it.
+# What torch.compiler.assume_constant_result sets, without its import of all of Dynamo: the flags cannot be traced, so
+# they are read while a graph is traced (inside a traced sdpa_kernel context they hold that context's choice) and
+# fixed in it.
 _restricted._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
@@ -102,13 +103,14 @@ def _with_bias(
 class patch_sdpa(ContextDecorator):
     """Replace ``F.scaled_dot_product_attention`` by this package's op while the patch is on.
 
-    A context manager (``with patch_sdpa():``), a decorator (``@patch_sdpa()``), or a handle (``p = patch_sdpa().install()``
-    … ``p.remove()``). Patches nest and may end in any order, from any thread; the original returns with the last one. The
-    replacement is process-wide, as PyTorch's own attention flags are. Code compiled under the patch is recompiled when it
-    runs without it, and the other way round.
+    A context manager (``with patch_sdpa():``), a decorator (``@patch_sdpa()``), or a handle
+    (``p = patch_sdpa().install()`` … ``p.remove()``). Patches nest and may end in any order, from any thread; the original
+    returns with the last one. The replacement is process-wide, as PyTorch's own attention flags are. Code compiled
+    under the patch is recompiled when it runs without it, and the other way round.
 
-    What no patch of F can reach: names bound earlier by ``from torch.nn.functional import scaled_dot_product_attention``,
-    and the fused inference path of ``nn.MultiheadAttention`` and ``nn.TransformerEncoderLayer`` (eval mode, no grad).
+    What no patch of F can reach: names bound earlier by ``from torch.nn.functional import
+    scaled_dot_product_attention``, and the fused inference path of ``nn.MultiheadAttention`` and
+    ``nn.TransformerEncoderLayer`` (eval mode, no grad).
     """
 
     def __init__(self) -> None:

@@ -1,8 +1,8 @@
 """Derivatives of the primitives: the forward's through both outputs; the backward's are refused with a clear word.
 
-The kernels here are registered for the Autograd key itself rather than through ``torch.library.register_autograd``, whose
-function is refused under ``torch.func`` transforms. Below autograd the call goes on to whatever the dispatcher holds next:
-a functorch level, a fake or proxy mode, or the device's implementation.
+The kernels here are registered for the Autograd key itself rather than through ``torch.library.register_autograd``,
+whose function is refused under ``torch.func`` transforms. Below autograd the call goes on to whatever the dispatcher
+holds next: a functorch level, a fake or proxy mode, or the device's implementation.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def watched() -> bool:
     return peek_interpreter_stack() is not None or any(map(_dispatch_tls_is_dispatch_key_included, _WATCHERS))
 
 
-class Forward(_SingleLevelFunction):  # type: ignore[misc]
+class Forward(_SingleLevelFunction):
     """``sdpa_forward`` as one autograd node.
 
     Arguments: how to go on (the keyset to redispatch with, or the chosen backend's callable), then the operator's own.
@@ -88,10 +88,8 @@ class Forward(_SingleLevelFunction):  # type: ignore[misc]
             grad_out = torch.zeros((), dtype=out.dtype, device=out.device).expand(out.shape)
         wanted = list(ctx.needs_input_grad[1:5])
         direct = ctx.direct and not torch.is_grad_enabled() and type(grad_out) is Tensor and not watched()
-        run = primitive.backward if direct else torch.ops.bwattn.sdpa_backward.default
-        grads = run(
-            grad_out, grad_lse, query, key, value, mask, out, lse, rng_state, *ctx.options, wanted, ctx.backend
-        )
+        run: Any = primitive.backward if direct else torch.ops.bwattn.sdpa_backward.default
+        grads = run(grad_out, grad_lse, query, key, value, mask, out, lse, rng_state, *ctx.options, wanted, ctx.backend)
         used = (grad if want else None for grad, want in zip(grads, wanted, strict=True))
         return (None, *used, *(None,) * (arguments - 5))
 
@@ -100,7 +98,7 @@ class Forward(_SingleLevelFunction):  # type: ignore[misc]
         raise NotImplementedError(_NO_FORWARD_MODE)
 
 
-class _Backward(_SingleLevelFunction):  # type: ignore[misc]
+class _Backward(_SingleLevelFunction):
     """``sdpa_backward`` as an autograd node that cannot be differentiated again."""
 
     @staticmethod
@@ -118,7 +116,7 @@ class _Backward(_SingleLevelFunction):  # type: ignore[misc]
         raise NotImplementedError(_NO_FORWARD_MODE)
 
 
-def _kernel(name: str, node: type[_SingleLevelFunction]) -> Any:
+def _kernel(name: str, node: Any) -> Any:
     op = getattr(torch.ops.bwattn, name).default
 
     def run(keyset: DispatchKeySet, *args: Any) -> Any:

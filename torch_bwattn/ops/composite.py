@@ -1,7 +1,7 @@
 """``bwattn::sdpa`` and ``bwattn::sdpa_with_lse``: from a user's call to the 4-D primitive.
 
-Registered as CompositeImplicitAutograd, so every transform (autograd, vmap, functionalisation, fake tensors, subclasses)
-sees only views, the seed's draw and the primitive.
+Registered as CompositeImplicitAutograd, so every transform (autograd, vmap, functionalisation, fake tensors,
+subclasses) sees only views, the seed's draw and the primitive.
 """
 
 from __future__ import annotations

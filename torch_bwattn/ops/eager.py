@@ -1,8 +1,9 @@
 """The short way of an eager call: from the composite to the kernel without passing the dispatcher a second time.
 
-A call takes it when nothing watches or transforms operators (no dispatch mode, no functorch level, no tensor subclass, no
-autocast that would cast) and its shapes are the primitive's own. It computes what the long way computes; what it saves is
-validation, description and choice, remembered under the call's metadata, and one trip through the dispatcher.
+A call takes it when nothing watches or transforms operators (no dispatch mode, no functorch level, no tensor
+subclass, no autocast that would cast) and its shapes are the primitive's own. It computes what the long way computes;
+what it saves is validation, description and choice, remembered under the call's metadata, and one trip through the
+dispatcher.
 """
 
 from __future__ import annotations
@@ -79,7 +80,7 @@ def call(
     if torch.is_grad_enabled() and (
         query.requires_grad or key.requires_grad or value.requires_grad or (mask is not None and mask.requires_grad)
     ):
-        result: tuple[Tensor, Tensor] = autograd.Forward.apply(
+        result: tuple[Tensor, Tensor] = autograd.Forward.apply(  # type: ignore[attr-defined]
             entry.run, query, key, value, mask, rng_state, dropout_p, is_causal, entry.scale, causal_alignment, pin
         )
         return result

@@ -1,7 +1,8 @@
 """``bwattn::sdpa_forward`` and ``bwattn::sdpa_backward`` on real tensors: describe, choose, run.
 
-What a description leads to (problem, choice, launch) is remembered under the call's metadata, so that a warm call costs a
-dictionary look-up besides its kernels. The table is bounded; it is emptied when full, which costs a description anew.
+What a description leads to (problem, choice, launch) is remembered under the call's metadata, so that a warm call
+costs a dictionary look-up besides its kernels. The table is bounded; it is emptied when full, which costs a
+description anew.
 """
 
 from __future__ import annotations

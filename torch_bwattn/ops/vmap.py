@@ -38,7 +38,7 @@ def _mask_joins(mask: Tensor | None, dim: int | None, batch: int) -> bool:
     if mask is None:
         return True
     own_batch = mask.shape[0] if dim is None else mask.movedim(dim, 0).shape[1]
-    return (own_batch == 1) if dim is None else (own_batch == batch or batch == 1)
+    return (own_batch == 1) if dim is None else (batch in (own_batch, 1))
 
 
 def _fold(tensor: Tensor | None) -> Tensor | None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache
 from importlib import import_module
 
 from ..backends.base import Backend, Verdict, no
@@ -26,7 +26,7 @@ _MODULES = {
 }
 
 
-@lru_cache(maxsize=None)
+@cache
 def get_backend(name: str) -> Backend:
     """The one instance of a backend; its module is imported at the first use."""
     if name not in _MODULES:
@@ -47,6 +47,8 @@ def default_order(target: str) -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class Candidate:
+    """A backend and what it says of the problem."""
+
     backend: str
     verdict: Verdict
 

@@ -16,6 +16,7 @@ _pinned: ContextVar[str | None] = ContextVar("bwattn_backend", default=None)
 
 
 def check_name(argument: str, name: str) -> str:
+    """The name itself, or ValueError."""
     if name not in NAMES:
         raise ValueError(expected(argument, f"one of {', '.join(NAMES)} or auto", repr(name)))
     return name
@@ -37,7 +38,8 @@ def backend(name: str) -> Iterator[None]:
 
     A pinned backend that refuses a problem raises instead of falling back. The pin belongs to the current thread (or
     task). ``torch.compile`` graphs obey the pin in force when they run; their backward, which autograd may run in a
-    thread of its own, obeys the one in force when they were traced. As a decorator: ``@torch_bwattn.backend("helion")``.
+    thread of its own, obeys the one in force when they were traced. As a decorator:
+    ``@torch_bwattn.backend("helion")``.
 
     Args:
         name: ``"helion"``, ``"aten"``, ``"reference"``, ``"cute"``, or ``"auto"`` to lift an outer pin.

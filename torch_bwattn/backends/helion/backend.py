@@ -6,7 +6,7 @@ Kernels and their language load at the first call (``forward``, ``backward``), n
 from __future__ import annotations
 
 import importlib
-from functools import lru_cache
+from functools import cache
 from types import ModuleType
 from typing import Any
 
@@ -24,7 +24,7 @@ _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _WIDEST = 256
 
 
-@lru_cache(maxsize=None)
+@cache
 def _kernels(name: str) -> ModuleType:
     """A kernel module, imported once Helion itself is known to load."""
     loader.load()
@@ -140,7 +140,8 @@ class _Backward:
     def __call__(self, x: BackwardInputs, wanted: tuple[bool, bool, bool, bool]) -> Grads:
         problem = self.problem
         if problem.kv_len == 1:
-            # The softmax over one key is constant: dq and dk are exactly those of lse, where delta would leave rounding.
+            # The softmax over one key is constant: dq and dk are exactly those of lse, where delta would leave
+            # rounding.
             return reference.backward(problem, x, wanted)
         module = _kernels("backward")
         mask = _expanded(problem, x.mask)

@@ -1,8 +1,8 @@
 """Which Helion config each kernel runs with: one table, read by the backend, the bench and the cross-compile checks.
 
 A config depends on features, never on lengths: the kernel, the padded head width, whether the problem is causal, and
-whether each score needs more work than a maximum and an exponential (a mask or dropout: ``busy``). fp32 operands have no
-tensor-core path at fp32 accuracy, so they take small tiles everywhere.
+whether each score needs more work than a maximum and an exponential (a mask or dropout: ``busy``). fp32 operands have
+no tensor-core path at fp32 accuracy, so they take small tiles everywhere.
 """
 
 from __future__ import annotations
@@ -56,10 +56,10 @@ def _busy(problem: Problem) -> bool:
 def forward(problem: Problem) -> Config:
     """The forward's config.
 
-    H200, triton 3.6, bf16, B4 H32 S8192 (B2 H16 at 256), TFLOP/s not causal / causal, every one of them checked against
-    float64. Width 64: 128x64 8w 3s 449/435, 64x128 4w 3s 436/406, 64x64 4w 3s 422/385, 128x128 4w 3s 387/380. Width 128:
-    128x128 8w 3s 487/464, 128x64 8w 4s 472/463, 128x64 8w 3s 470/462, 64x64 4w 3s 423/426, 128x64 4w 3s 263/217 (spills).
-    Width 256: 128x64 8w 2s 500/495, 128x32 8w 4s 459/437, 64x64 4w 2s 317/313.
+    H200, triton 3.6, bf16, B4 H32 S8192 (B2 H16 at 256), TFLOP/s not causal / causal, every one of them checked
+    against float64. Width 64: 128x64 8w 3s 449/435, 64x128 4w 3s 436/406, 64x64 4w 3s 422/385, 128x128 4w 3s 387/380.
+    Width 128: 128x128 8w 3s 487/464, 128x64 8w 4s 472/463, 128x64 8w 3s 470/462, 64x64 4w 3s 423/426, 128x64 4w 3s
+    263/217 (spills). Width 256: 128x64 8w 2s 500/495, 128x32 8w 4s 459/437, 64x64 4w 2s 317/313.
     """
     width = _width(problem)
     if problem.dtype == torch.float32:
@@ -90,12 +90,12 @@ _KEYS_FIRST = ("tile_n", "tile_m")
 def backward(problem: Problem) -> dict[str, Config]:
     """The backward's configs by kernel.
 
-    H200, triton 3.6, bf16, shapes as for the forward, milliseconds not causal / causal, checked likewise. ``dkv`` (keys x
-    queries): width 64 64x64 4w 3s 8.73/4.43, 64x128 4w 2s 8.83/4.43, 128x64 8w 3s 9.29/4.85; width 128 128x64 8w 3s
-    14.8/8.0, 64x64 4w 2s 16.1/8.4, 128x64 8w 2s 17.1/8.0; width 256 64x64 8w 2s 15.7/7.3, 64x64 8w 1s 20.3/8.6. ``dq``
-    (queries x keys): width 64 128x64 4w 3s 4.96/2.79, 64x64 4w 3s 5.76/2.93; width 128 128x64 8w 3s 10.8/5.5, 128x128 8w
-    2s 11.3/5.8; width 256 128x64 8w 1s 6.8/3.4, 128x32 8w 2s 7.6/3.7. ``delta`` reads its operands at the card's copy
-    rate with any tile.
+    H200, triton 3.6, bf16, shapes as for the forward, milliseconds not causal / causal, checked likewise. ``dkv``
+    (keys x queries): width 64 64x64 4w 3s 8.73/4.43, 64x128 4w 2s 8.83/4.43, 128x64 8w 3s 9.29/4.85; width 128 128x64
+    8w 3s 14.8/8.0, 64x64 4w 2s 16.1/8.4, 128x64 8w 2s 17.1/8.0; width 256 64x64 8w 2s 15.7/7.3, 64x64 8w 1s 20.3/8.6.
+    ``dq`` (queries x keys): width 64 128x64 4w 3s 4.96/2.79, 64x64 4w 3s 5.76/2.93; width 128 128x64 8w 3s 10.8/5.5,
+    128x128 8w 2s 11.3/5.8; width 256 128x64 8w 1s 6.8/3.4, 128x32 8w 2s 7.6/3.7. ``delta`` reads its operands at the
+    card's copy rate with any tile.
     """
     width = _width(problem)
     additive = problem.mask_dtype is not None and problem.mask_dtype != torch.bool

@@ -152,7 +152,7 @@ def _dropped(
     block_m: Int,
     block_n: Int,
 ) -> torch.Tensor:
-    """p with zeros where dropout drops; the factor 1 / (1 - p_drop) is applied once, at the end."""
+    """P with zeros where dropout drops; the factor 1 / (1 - p_drop) is applied once, at the end."""
     if rng_state is None:
         return p
     keep = parts.keep_tile(rng_state, plane, row, j, threshold, block_m, block_n)
