@@ -182,16 +182,21 @@ def test_dropout_mask_is_the_same_in_a_compiled_backward():
         torch.testing.assert_close(dv, out.detach().sum(-2).unsqueeze(-1).expand_as(dv))
 
 
-def test_pinned_backend_in_a_graph():
-    query = torch.randn(1, 2, 16, 8)
-
-    def step(query):
-        with torch_bwattn.backend("reference"):
-            return torch_bwattn.sdpa(query, query, query)
-
-    torch_bwattn.reset_call_counts()
-    torch.testing.assert_close(torch.compile(step, fullgraph=True, backend="aot_eager")(query), step(query))
-    assert set(torch_bwattn.call_counts()) == {"reference"}
+@pytest.mark.parametrize("compiled_under", [None, "reference", "aten"])
+def test_pin_around_a_compiled_call(compiled_under):
+    """The pin of the moment decides, not the one of the moment it was compiled."""
+    query = torch.randn(2, 4, 160, 32)
+    step = torch.compile(lambda query: torch_bwattn.sdpa(query, query, query), fullgraph=True, backend="aot_eager")
+    if compiled_under is None:
+        step(query)
+    else:
+        with torch_bwattn.backend(compiled_under):
+            step(query)
+    for name in ("reference", "aten"):
+        torch_bwattn.reset_call_counts()
+        with torch_bwattn.backend(name):
+            step(query)
+        assert set(torch_bwattn.call_counts()) == {name}
 
 
 def test_check_call_still_works_afterwards():

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch._dynamo.backends.common import aot_autograd
+from torch._functorch.aot_autograd import make_boxed_func
 from torch._functorch.partitioners import min_cut_rematerialization_partition
 
 
@@ -26,13 +27,15 @@ class Graphs:
     def _keep(graphs: list[torch.fx.GraphModule]) -> Any:
         def compiler(graph: torch.fx.GraphModule, _: Any) -> Any:
             graphs.append(graph)
-            return graph.forward
+            return make_boxed_func(graph.forward)
 
         return compiler
 
     def __call__(self, graph: torch.fx.GraphModule, inputs: list[Any]) -> Any:
+        compiled = self._aot(graph, inputs)
+        # Not before: Dynamo may give up a graph and restart, which is no second graph.
         self.dynamo.append(graph)
-        return self._aot(graph, inputs)
+        return compiled
 
     @staticmethod
     def targets(graphs: list[torch.fx.GraphModule]) -> list[str]:

@@ -104,9 +104,9 @@ class patch_sdpa(ContextDecorator):
     """Replace ``F.scaled_dot_product_attention`` by this package's op while the patch is on.
 
     A context manager (``with patch_sdpa():``), a decorator (``@patch_sdpa()``), or a handle
-    (``p = patch_sdpa().install()`` … ``p.remove()``). Patches nest and may end in any order, from any thread; the original
-    returns with the last one. The replacement is process-wide, as PyTorch's own attention flags are. Code compiled
-    under the patch is recompiled when it runs without it, and the other way round.
+    (``p = patch_sdpa().install()`` … ``p.remove()``). Patches nest and may end in any order, from any thread; the
+    original returns with the last one. The replacement is process-wide, as PyTorch's own attention flags are. Code
+    compiled under the patch is recompiled when it runs without it, and the other way round.
 
     What no patch of F can reach: names bound earlier by ``from torch.nn.functional import
     scaled_dot_product_attention``, and the fused inference path of ``nn.MultiheadAttention`` and

@@ -24,6 +24,12 @@ def _front(tensor: Tensor | None, dim: int | None, size: int) -> Tensor | None:
     return tensor.unsqueeze(0).expand(size, *tensor.shape) if dim is None else tensor.movedim(dim, 0)
 
 
+def _dims(in_dims: Sequence[Any], count: int) -> list[int | None]:
+    """One mapped dimension or None per argument: trailing defaults are left out, a list has a list of None."""
+    dims = [dim if isinstance(dim, int) else None for dim in in_dims]
+    return dims + [None] * (count - len(dims))
+
+
 def _loop(op: Callable[..., tuple[Tensor, ...]], size: int, dims: Dims, args: Sequence[Any]) -> tuple[Any, Any]:
     samples = []
     for i in range(size):
@@ -46,7 +52,7 @@ def _fold(tensor: Tensor | None) -> Tensor | None:
 
 
 def _forward(info: Any, in_dims: Dims, *args: Any) -> tuple[Any, Any]:
-    dims = [*in_dims, *(None,) * (len(args) - len(in_dims))]
+    dims = _dims(in_dims, len(args))
     op, size = torch.ops.bwattn.sdpa_forward.default, info.batch_size
     query, mask, rng_state = args[0], args[3], args[4]
     batch = query.shape[0] if dims[0] is None else query.movedim(dims[0], 0).shape[1]
@@ -59,7 +65,7 @@ def _forward(info: Any, in_dims: Dims, *args: Any) -> tuple[Any, Any]:
 
 
 def _backward(info: Any, in_dims: Dims, *args: Any) -> tuple[Any, Any]:
-    dims = [*in_dims, *(None,) * (len(args) - len(in_dims))]
+    dims = _dims(in_dims, len(args))
     op, size = torch.ops.bwattn.sdpa_backward.default, info.batch_size
     mask, rng_state, output_mask = args[5], args[8], args[13]
     query = args[2]

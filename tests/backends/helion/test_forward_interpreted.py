@@ -1,4 +1,8 @@
-"""The attention forward kernel, run tile by tile in Triton's interpreter on small drawn problems."""
+"""The attention forward kernel on small drawn problems.
+
+Mostly its generated Triton code, run tile by tile in Triton's interpreter; the same function in Helion's own
+interpreter; and, without running it, what the compiler for sm_90 makes of it.
+"""
 
 from __future__ import annotations
 
@@ -12,11 +16,32 @@ from hypothesis import strategies as st
 
 from tests.strategies import share
 from tests.support.philox import keep_mask
+from torch_bwattn.backends.helion import loader
 from torch_bwattn.testing import Results, judge, oracle, pt_reference
 
-pytestmark = pytest.mark.interpreted
+interpreted = pytest.mark.interpreted
+compile_only = pytest.mark.compile_only
 
 SEED = 0x123456789ABCDEF
+
+
+@pytest.fixture(autouse=True, scope="module")
+def fast_row_maximum():
+    """Halves the time of these tests: Triton's interpreter takes a reduction that it does not know one pair at a time."""
+    if not loader.interpreting():
+        yield
+        return
+    loader.load()
+    import triton.language as tl
+    from helion.runtime.triton import helpers
+
+    def max_propagate_nan(x, dim):
+        nan = tl.max((x != x).to(tl.int32), dim) > 0  # noqa: PLR0124
+        return tl.where(nan, float("nan"), tl.max(x, dim))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(helpers, "max_propagate_nan", max_propagate_nan)
+        yield
 
 
 @dataclass(frozen=True)
@@ -82,16 +107,19 @@ FEATURES = (
     Features(dropout=True, mask=torch.float32, causal=True),
 )
 
-_LENGTHS = (0, 1, 2, 3, 15, 16, 17, 31, 32, 33, 47, 64, 65, 70)
+_LENGTHS = (0, 1, 2, 3, 15, 16, 17, 31, 32, 33, 40, 47, 65)
+# Batch, key heads, queries per key head: the interpreter takes a program at a time, so few of them.
+_PLANES = ((1, 1, 1), (1, 1, 2), (1, 2, 1), (2, 1, 1), (1, 1, 3), (1, 2, 2), (2, 1, 2))
 
 
 @st.composite
 def problems(draw: st.DrawFn, features: Features) -> Problem:
     scales = (-0.3, -2.0) if features.negative_scale else (0.0, 0.3, 1.0, 4.0)
+    batch, kv_heads, group = draw(st.sampled_from(_PLANES))
     return Problem(
-        batch=draw(st.integers(1, 2)),
-        kv_heads=draw(st.integers(1, 2)),
-        group=draw(st.integers(1, 3)),
+        batch=batch,
+        kv_heads=kv_heads,
+        group=group,
         rows=draw(st.sampled_from(_LENGTHS)),
         keys=draw(st.sampled_from(_LENGTHS)),
         bottom_right=draw(st.booleans()),
@@ -144,27 +172,50 @@ def output(shape: tuple[int, ...], dtype: torch.dtype) -> tuple[torch.Tensor, to
     return memory[tuple(slice(1, -1) for _ in shape)], memory
 
 
-def launch(features, inputs, mask, scale, dropout_p, diagonal, family=None):
-    """(out, lse) of the kernel; fails if it writes anywhere else or leaves a place unwritten."""
+def kernel_arguments(features, inputs, mask, problem, out, lse):
     from torch_bwattn.backends.helion import forward
 
-    q, k, v = inputs
-    out, out_memory = output((*q.shape[:3], v.shape[3]), q.dtype)
-    lse = torch.full(q.shape[:3], math.nan)
-    rng_state = torch.tensor([SEED]) if features.dropout else None
-    arguments = forward.forward_arguments(
-        q, k, v, mask, rng_state, out, lse,
-        scale=scale, dropout_p=dropout_p if features.dropout else 0.0, causal=features.causal, diagonal=diagonal,
+    rows, keys = inputs[0].shape[2], inputs[1].shape[2]
+    return forward.forward_arguments(
+        *inputs, mask, torch.tensor([SEED]) if features.dropout else None, out, lse,
+        scale=problem.scale, dropout_p=problem.dropout_p if features.dropout else 0.0,
+        causal=features.causal, diagonal=keys - rows if problem.bottom_right else 0,
     )  # fmt: skip
+
+
+def launch(features, inputs, mask=None, problem=Problem(scale=0.3), family=None):
+    """(out, lse) of the kernel; fails if it writes anywhere else."""
+    from torch_bwattn.backends.helion import forward
+
+    q, _, v = inputs
+    out, memory = output((*q.shape[:3], v.shape[3]), q.dtype)
+    lse = torch.full(q.shape[:3], math.nan)
+    arguments = kernel_arguments(features, inputs, mask, problem, out, lse)
     config = {"block_sizes": list(features.tile), "num_warps": 4, "num_stages": 1}
     (family or forward.FORWARD).prepare(arguments, config)(*arguments)
     results = out.clone(), lse
     out.fill_(math.nan)
-    assert out_memory.isnan().all(), "the kernel wrote beside its output"
+    assert memory.isnan().all(), "the kernel wrote beside its output"
     return results
 
 
-def check(features: Features, problem: Problem, family=None) -> None:
+def launch_in_helion(features, inputs, mask, problem):
+    """(out, lse) of the kernel function in Helion's interpreter, where every tile has the largest size, 256."""
+    import helion
+
+    from torch_bwattn.backends.helion import forward
+
+    q, _, v = inputs
+    out, lse = torch.full((*q.shape[:3], v.shape[3]), math.nan, dtype=q.dtype), torch.full(q.shape[:3], math.nan)
+    arguments = kernel_arguments(features, inputs, mask, problem, out, lse)
+    with torch.library._scoped_library("aten", "IMPL") as library:
+        # PyTorch has it for CUDA only.
+        library.impl("mm.dtype", lambda a, b, out_dtype: a.to(out_dtype) @ b.to(out_dtype), "CPU")
+        helion.kernel(forward.attention_forward, static_shapes=False, ref_mode=helion.RefMode.EAGER)(*arguments)
+    return out, lse
+
+
+def check(features: Features, problem: Problem, run=launch, **options) -> None:
     generator = torch.Generator().manual_seed(problem.seed)
     heads = problem.kv_heads * problem.group
     rows, keys = problem.rows, problem.keys
@@ -173,17 +224,16 @@ def check(features: Features, problem: Problem, family=None) -> None:
     k = operand((problem.batch, problem.kv_heads, keys, width), features.dtype, problem.layout, generator)
     v = operand((problem.batch, problem.kv_heads, keys, value_width), features.dtype, problem.layout, generator)
     scores = (problem.batch, heads, rows, keys)
-    mask = None if features.mask is None else attention_mask(problem, features.mask, scores, generator)
-    diagonal = keys - rows if problem.bottom_right else 0
-    expanded = None if mask is None else mask.expand(scores)
-    out, lse = launch(features, (q, k, v), expanded, problem.scale, problem.dropout_p, diagonal, family)
+    mask = None if features.mask is None else attention_mask(problem, features.mask, scores, generator).expand(scores)
+    out, lse = run(features, (q, k, v), mask, problem, **options)
 
-    if features.causal and expanded is not None:
+    if features.causal and mask is not None:
         # The references take one or the other, as PyTorch does.
+        diagonal = keys - rows if problem.bottom_right else 0
         seen = torch.arange(keys) <= torch.arange(rows).unsqueeze(1) + diagonal
-        expanded = expanded & seen if features.mask == torch.bool else expanded.masked_fill(~seen, -math.inf)
-    options = {
-        "attn_mask": expanded,
+        mask = mask & seen if features.mask == torch.bool else mask.masked_fill(~seen, -math.inf)
+    call = {
+        "attn_mask": mask,
         "dropout_p": problem.dropout_p if features.dropout else 0.0,
         "is_causal": features.causal and features.mask is None,
         "causal_alignment": "bottom_right" if problem.bottom_right else "top_left",
@@ -191,18 +241,33 @@ def check(features: Features, problem: Problem, family=None) -> None:
         "enable_gqa": True,
         "keep_mask": keep_mask(SEED, scores, problem.dropout_p) if features.dropout else None,
     }
-    reference, pt = oracle(q, k, v, **options), pt_reference(q, k, v, **options)
+    reference, pt = oracle(q, k, v, **call), pt_reference(q, k, v, **call)
     for verdict in judge(Results(out=out, lse=lse), reference, pt):
         verdict.check()
 
 
+@interpreted
 @pytest.mark.parametrize("features", FEATURES, ids=str)
-@settings(max_examples=share(0.1))
+@settings(max_examples=share(0.08))
 @given(data=st.data())
 def test_drawn_problems(features, data):
     check(features, data.draw(problems(features)))
 
 
+@interpreted
+@pytest.mark.parametrize("features", [f for f in FEATURES if not f.dropout][::2], ids=str)
+@settings(max_examples=share(0.02))
+@given(data=st.data())
+def test_drawn_problems_in_helions_interpreter(features, data):
+    check(features, data.draw(problems(features)), run=launch_in_helion)
+
+
+@interpreted
+def test_several_tiles_in_helions_interpreter():
+    check(Features(causal=True), Problem(rows=300, keys=530, bottom_right=True), run=launch_in_helion)
+
+
+@interpreted
 @pytest.mark.parametrize("rows", [0, 1, 33])
 @pytest.mark.parametrize("keys", [0, 1, 33])
 @pytest.mark.parametrize("bottom_right", [False, True])
@@ -210,6 +275,7 @@ def test_lengths_of_0_and_1(rows, keys, bottom_right):
     check(Features(causal=True), Problem(rows=rows, keys=keys, bottom_right=bottom_right))
 
 
+@interpreted
 def test_index_arithmetic_in_64_bits():
     from torch_bwattn.backends.helion import forward, runtime
 
@@ -217,11 +283,12 @@ def test_index_arithmetic_in_64_bits():
         def index_dtype(self, args):  # as for tensors past 2**31 elements, which no test machine has room for
             return torch.int64
 
-    family = Wide(forward.attention_forward, dims={k: " ".join(d) for k, d in forward.FORWARD.dims.items()})
-    features = Features(causal=True, dropout=True, mask=torch.bool)
-    check(features, Problem(batch=2, kv_heads=2, group=2, rows=40, keys=50, bottom_right=True), family)
+    family = Wide(forward.attention_forward, dims={name: " ".join(d) for name, d in forward.FORWARD.dims.items()})
+    problem = Problem(batch=2, kv_heads=2, group=2, rows=40, keys=50, bottom_right=True)
+    check(Features(causal=True, dropout=True, mask=torch.bool), problem, family=family)
 
 
+@interpreted
 @pytest.mark.parametrize("tile", [(16, 16), (32, 64)])
 @pytest.mark.parametrize("dropout_p", [1e-9, 0.3, 0.5, 0.75, 1 - 2**-33])
 def test_dropout_keeps_exactly_the_defined_positions(tile, dropout_p):
@@ -229,65 +296,75 @@ def test_dropout_keeps_exactly_the_defined_positions(tile, dropout_p):
     q, k = torch.zeros(2, 4, rows, 16), torch.zeros(2, 2, keys, 16)
     # Scores of 0 and the identity for v: out_ij is keep_ij / (keys * (1 - p)).
     v = torch.eye(keys, 32).expand(2, 2, keys, 32)
-    out, _ = launch(Features(dropout=True, widths=(16, 32), tile=tile), (q, k, v), None, 1.0, dropout_p, 0)
+    features = Features(dropout=True, widths=(16, 32), tile=tile)
+    out, _ = launch(features, (q, k, v), problem=Problem(dropout_p=dropout_p))
     assert torch.equal(out[..., :keys] != 0, keep_mask(SEED, (2, 4, rows, keys), dropout_p))
 
 
-def test_nan_in_a_query_stays_in_its_row():
-    q, k, v = torch.randn(1, 2, 20, 16), torch.randn(1, 2, 37, 16), torch.randn(1, 2, 37, 16)
+def normal(*shape, dtype=torch.float32):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(shape[2])).to(dtype)
+
+
+@interpreted
+@pytest.mark.parametrize("causal", [False, True])
+def test_nan_in_a_query_stays_in_its_row(causal):
+    q, k, v = normal(1, 2, 20, 16), normal(1, 2, 37, 16), normal(1, 2, 36, 16)[:, :, [*range(36), 0]]
     q[0, 0, 3, 5] = math.nan
-    for causal in (False, True):
-        out, lse = launch(Features(causal=causal), (q, k, v), None, 0.3, 0.0, 0)
-        expected = torch.zeros(1, 2, 20, dtype=torch.bool)
-        expected[0, 0, 3] = True
-        assert torch.equal(lse.isnan(), expected)
-        assert torch.equal(out.isnan().any(-1), expected)
+    out, lse = launch(Features(causal=causal), (q, k, v))
+    expected = torch.zeros(1, 2, 20, dtype=torch.bool)
+    expected[0, 0, 3] = True
+    assert torch.equal(lse.isnan(), expected)
+    assert torch.equal(out.isnan().any(-1), expected)
 
 
+@interpreted
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
 def test_a_masked_key_does_not_leak(bad):
-    q, k, v = torch.randn(1, 2, 20, 16), torch.randn(1, 2, 37, 16), torch.randn(1, 2, 37, 16)
+    q, k, v = normal(1, 2, 20, 16), normal(1, 2, 37, 16), normal(1, 2, 37, 32)[..., 16:]
     mask = torch.ones(20, 37, dtype=torch.bool)
     mask[:, 7] = False
-    clean = launch(Features(mask=torch.bool), (q, k, v), mask.expand(1, 2, 20, 37), 0.3, 0.0, 0)
+    clean = launch(Features(mask=torch.bool), (q, k, v), mask.expand(1, 2, 20, 37))
     k[0, 1, 7] = bad
-    dirty = launch(Features(mask=torch.bool), (q, k, v), mask.expand(1, 2, 20, 37), 0.3, 0.0, 0)
+    dirty = launch(Features(mask=torch.bool), (q, k, v), mask.expand(1, 2, 20, 37))
     for before, after in zip(clean, dirty, strict=True):
         assert torch.equal(before, after)
 
 
+@interpreted
 def test_keys_beyond_the_causal_diagonal_do_not_leak():
-    q, k, v = torch.randn(1, 1, 40, 16), torch.randn(1, 1, 40, 16), torch.randn(1, 1, 40, 16)
-    clean = launch(Features(causal=True), (q, k, v), None, 0.3, 0.0, 0)
+    q, k, v = normal(1, 1, 41, 16)[:, :, 1:], normal(1, 1, 40, 16), normal(1, 1, 40, 32)[..., 16:]
+    clean = launch(Features(causal=True), (q, k, v))
     k[0, 0, 35:] = math.nan
-    dirty = launch(Features(causal=True), (q, k, v), None, 0.3, 0.0, 0)
+    dirty = launch(Features(causal=True), (q, k, v))
     for before, after in zip(clean, dirty, strict=True):
         assert torch.equal(before[:, :, :35], after[:, :, :35])
         assert after[:, :, 35:].isnan().all()
 
 
+@interpreted
 def test_infinite_scores_are_what_softmax_makes_of_them():
-    q, k, v = torch.ones(1, 1, 4, 16), torch.randn(1, 1, 37, 16), torch.randn(1, 1, 37, 16)
-    k[0, 0, 5] = -math.inf  # never attended to
-    out, lse = launch(Features(), (q, k, v), None, 0.3, 0.0, 0)
-    keep = [j for j in range(37) if j != 5]
-    expected = launch(Features(), (q, k[:, :, keep], v[:, :, keep]), None, 0.3, 0.0, 0)
-    torch.testing.assert_close((out, lse), expected)
+    q, k, v = torch.ones(1, 1, 4, 16), normal(1, 1, 37, 16), normal(1, 1, 37, 32)[..., 16:]
+    k[0, 0, 5] = -math.inf  # weighs nothing
+    results = launch(Features(), (q, k, v))
+    others = [j for j in range(37) if j != 5]
+    torch.testing.assert_close(results, launch(Features(), (q, k[:, :, others], v[:, :, others])))
     k[0, 0, 6] = math.inf  # inf - inf
-    out, lse = launch(Features(), (q, k, v), None, 0.3, 0.0, 0)
+    out, _ = launch(Features(), (q, k, v))
     assert out.isnan().all()
 
 
+@interpreted
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
 def test_a_row_of_the_lowest_mask_value_gives_the_mean(dtype):
-    q, k, v = (torch.randn(1, 1, n, 16).to(dtype) for n in (20, 37, 37))
+    q, k, v = (normal(1, 1, length, 16, dtype=dtype) for length in (20, 37, 37))
     mask = torch.full((1, 1, 20, 37), torch.finfo(dtype).min, dtype=dtype)
     if dtype == torch.float16:
         q = torch.zeros_like(q)  # fp16's lowest value does not swamp the scores
-    out, _ = launch(Features(dtype=dtype, mask=dtype), (q, k, v), mask, 0.3, 0.0, 0)
+    out, _ = launch(Features(dtype=dtype, mask=dtype), (q, k, v), mask)
     torch.testing.assert_close(out, v.mean(2, keepdim=True).expand_as(out))
 
 
+@interpreted
 def test_one_kernel_serves_every_length():
     from torch_bwattn.backends.helion import forward
 
@@ -297,3 +374,28 @@ def test_one_kernel_serves_every_length():
     for rows, keys, layout in ((1, 1, "bshd"), (16, 32, "stepped"), (0, 7, "contiguous"), (50, 3, "one head")):
         check(features, replace(Problem(), rows=rows, keys=keys, layout=layout, kv_heads=2, group=2))
     assert len(forward.FORWARD._bound) == bound
+
+
+@compile_only
+@pytest.mark.parametrize(("width", "tile", "warps", "stages"), [(64, (128, 64), 8, 3), (128, (128, 128), 8, 2)])
+def test_what_sm_90_gets(width, tile, warps, stages):
+    from torch_bwattn.backends.helion import forward, report
+
+    b, h, rows, keys = 2, 4, 300, 500
+    q, k, v, out = (
+        torch.empty(b, length, h, width, dtype=torch.bfloat16).transpose(1, 2) for length in (rows, keys, keys, rows)
+    )
+    lse = torch.empty(b, h, rows)
+    features = Features(dtype=torch.bfloat16, causal=True)
+    arguments = kernel_arguments(features, (q, k, v), None, Problem(), out, lse)
+    config = {"block_sizes": list(tile), "num_warps": warps, "num_stages": stages}
+    compiled = report.compile_report(forward.FORWARD, arguments, config)
+    assert compiled.stack_bytes == 0, f"spills: {compiled}"
+    assert compiled.shared_bytes <= 227 * 1024, compiled
+    assert compiled.counts["wgmma"] > 0, compiled
+    assert compiled.counts["mma_sync"] == 0, compiled
+    # Tiles of K and V come by 16-byte asynchronous copies, in both loops and their prologues; P stays in registers.
+    assert compiled.counts["cp_async"] > 0, compiled
+    # Two exponentials for each of a thread's rows and one for each of its scores, in two loops.
+    scores = tile[0] * tile[1] // (32 * warps)
+    assert 2 * scores <= compiled.counts["ex2"] <= 2 * (scores + 4), compiled

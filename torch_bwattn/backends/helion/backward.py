@@ -213,7 +213,7 @@ def attention_dkv(
             h = hk * group + g
 
             for step in hl.grid(edges):
-                row = _edge_position(step, start, stop, whole, causal, block_m) + hl.arange(block_m)
+                row = _positions(_edge_tile(step, start, stop, whole, causal), hl.arange(block_m))
                 bound = row < M
                 mask_tile = parts.load_mask(mask, b, h, row, col, bound[:, None] & inside[None, :])
                 q_tile = hl.load(q, [b, h, row, slice(None)], extra_mask=bound[:, None])
@@ -350,17 +350,22 @@ def _diagonal_tiles(
     return start, torch.minimum(full, torch.zeros_like(full) + rows // block_m)
 
 
-def _edge_position(
-    step: Int, start: Int | torch.Tensor, stop: Int | torch.Tensor, last: Int, causal: bool, block_m: Int
-) -> Int | torch.Tensor:
-    """First query position of the ``step``-th of the tiles ``start .. stop - 1, last``."""
+def _edge_tile(step: Int, start: Any, stop: Any, last: Int, causal: bool) -> Any:
+    """The ``step``-th of the tiles ``start .. stop - 1, last``."""
     if not causal:
         # `step` is 0 here; a position that visibly depends on it keeps Triton from hoisting the loads out of the loop.
-        return (last + step) * block_m
-    # Triton source, because torch counts the operands as int32 and drops a conversion, while Helion computes with them
-    # in int64: the tile's positions, its addresses and every comparison on the diagonal would be 64 bits wide.
-    source = "(tl.where({0} < {2} - {1}, {0} + {1}, {3}) * {4}).to(tl.int32)"
-    return hl.inline_triton(source, (step, start, stop, last, block_m), hl.full([], 0, dtype=torch.int32))
+        return last + step
+    source = "tl.cast(tl.where({0} < {2} - {1}, {0} + {1}, {3}), tl.int32)"
+    return hl.inline_triton(source, (step, start, stop, last), hl.full([], 0, dtype=torch.int32))
+
+
+def _positions(tile: Any, offsets: torch.Tensor) -> torch.Tensor:
+    """Positions of a tile that is an int32 scalar on the device: ``tile * len(offsets) + offsets``.
+
+    In Triton source, because Helion computes scalars with scalars in 64 bits, whatever their dtype: positions,
+    addresses and every comparison on the diagonal would be 64 bits wide.
+    """
+    return hl.inline_triton("{0} * {1}.shape[0] + {1}", (tile, offsets), offsets)
 
 
 def _row_values(

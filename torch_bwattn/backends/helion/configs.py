@@ -7,12 +7,13 @@ no tensor-core path at fp32 accuracy, so they take small tiles everywhere.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
 from ...problem import Problem
+from ...target import capability
 
 
 @dataclass(frozen=True)
@@ -53,22 +54,36 @@ def _busy(problem: Problem) -> bool:
     return problem.mask_dtype is not None or problem.dropout_p > 0.0
 
 
+_KEYS_FIRST = ("tile_n", "tile_m")
+_ROOMY_SHARED_MEMORY = ((9, 0), (10, 0), (10, 3))
+"""Targets whose blocks may take 227 KiB of shared memory, for which the measured tiles were chosen. The others have
+163 KiB (sm_80) or 99 KiB (sm_86, 89, 120) and take tiles that fit the latter, not measured."""
+
+
+def _roomy(problem: Problem) -> bool:
+    return capability(problem.target) in _ROOMY_SHARED_MEMORY
+
+
 def forward(problem: Problem) -> Config:
     """The forward's config.
 
     H200, triton 3.6, bf16, B4 H32 S8192 (B2 H16 at 256), TFLOP/s not causal / causal, every one of them checked
     against float64. Width 64: 128x64 8w 3s 449/435, 64x128 4w 3s 436/406, 64x64 4w 3s 422/385, 128x128 4w 3s 387/380.
     Width 128: 128x128 8w 3s 487/464, 128x64 8w 4s 472/463, 128x64 8w 3s 470/462, 64x64 4w 3s 423/426, 128x64 4w 3s
-    263/217 (spills). Width 256: 128x64 8w 2s 500/495, 128x32 8w 4s 459/437, 64x64 4w 2s 317/313.
+    263/217 (spills). Width 256: 128x64 8w 2s 500/495, 128x32 8w 4s 459/437, 64x64 4w 2s 317/313. A mask's tile takes
+    registers and shared memory of its own: the next smaller tile then.
     """
-    width = _width(problem)
+    width, busy = _width(problem), _busy(problem)
     if problem.dtype == torch.float32:
         return Config(32, 32, 4, 2) if width > 128 else Config(64, 32, 4, 2)
-    if width <= 64 or (width <= 128 and _busy(problem)):
+    if not _roomy(problem):
+        return Config(64, 64 if width <= 64 or (width <= 128 and not busy) else 32, 4, 2 if width <= 128 else 1)
+    if width <= 64 or (width <= 128 and busy and problem.mask_dtype != torch.bool):
         return Config(128, 64, 8, 3)
     if width <= 128:
-        return Config(128, 128, 8, 3)
-    return Config(128, 64, 8, 2)
+        # A bool mask with 128x64 and 8 warps makes ptxas run the matrix instructions one by one, at any depth.
+        return Config(128, 128, 8, 2 if busy else 3)
+    return Config(128, 32, 8, 2) if busy else Config(128, 64, 8, 2)
 
 
 def needs_aligned_operands(problem: Problem) -> bool:
@@ -84,9 +99,6 @@ def needs_aligned_operands(problem: Problem) -> bool:
     return narrow and problem.dtype != torch.float32 and not aligned
 
 
-_KEYS_FIRST = ("tile_n", "tile_m")
-
-
 def backward(problem: Problem) -> dict[str, Config]:
     """The backward's configs by kernel.
 
@@ -97,20 +109,25 @@ def backward(problem: Problem) -> dict[str, Config]:
     128x128 8w 2s 11.3/5.8; width 256 128x64 8w 1s 6.8/3.4, 128x32 8w 2s 7.6/3.7. ``delta`` reads its operands at the
     card's copy rate with any tile.
     """
-    width = _width(problem)
+    width, busy = _width(problem), _busy(problem)
     additive = problem.mask_dtype is not None and problem.mask_dtype != torch.bool
-    chosen = {"delta": Config(64, 64, 4, 2, ("tile_m",))}
-    if problem.dtype == torch.float32:
-        tile = Config(32, 32, 4, 1)
-        chosen |= {"dkv": Config(32, 32, 4, 1, _KEYS_FIRST), "dq": tile, "excess": tile, "mask_grad": tile}
+    if problem.dtype == torch.float32 or not _roomy(problem):
+        side, stages = (32, 1) if problem.dtype == torch.float32 or width > 128 else (64 if width <= 64 else 32, 2)
+        tile = Config(side, side, 4, stages)
+        chosen = {"dkv": replace(tile, order=_KEYS_FIRST), "dq": tile, "excess": tile, "mask_grad": tile}
     else:
         if width <= 64:
-            chosen |= {"dkv": Config(64, 64, 4, 3, _KEYS_FIRST), "dq": Config(128, 64, 4, 3)}
+            chosen = {
+                "dkv": Config(64, 64, 4, 2 if busy else 3, _KEYS_FIRST),
+                "dq": Config(128, 64, 8 if busy else 4, 3),
+            }
         elif width <= 128:
-            chosen |= {"dkv": Config(64, 128, 8, 3, _KEYS_FIRST), "dq": Config(128, 64, 8, 3)}
+            stages = 2 if busy else 3
+            chosen = {"dkv": Config(64, 128, 8, stages, _KEYS_FIRST), "dq": Config(128, 64, 8, stages)}
         else:
-            chosen |= {"dkv": Config(64, 64, 8, 2, _KEYS_FIRST), "dq": Config(128, 64, 8, 1)}
+            chosen = {"dkv": Config(64, 64, 8, 2, _KEYS_FIRST), "dq": Config(128, 64, 8, 1)}
         chosen |= {"excess": Config(64, 64, 4, 2), "mask_grad": Config(64, 64, 4, 1)}
+    chosen["delta"] = Config(64, 64, 4, 2, ("tile_m",))
     if not additive:
         del chosen["excess"]
     if not problem.mask_grad:

@@ -84,43 +84,44 @@ def attention_forward(
         row = tile * block_m + hl.arange(block_m)
         hk = h // (Hq // Hkv)
         c = parts.exponent_scale(scale, mask)
-        q_tile = hl.load(q, [b, h, row, slice(None)], extra_mask=(row < M)[:, None])
+        d = hl.arange(parts.padded_width(D))
+        dv = hl.arange(parts.padded_width(Dv))
+        q_tile = parts.load_rows(q, b, h, row, d, M, D, True)
         m = hl.full([block_m], float("-inf"), dtype=torch.float32)
         l = hl.full([block_m], 0.0, dtype=torch.float32)
-        # Only the shape of this tile is used (Triton drops the load): a width that is no power of two has a padded
-        # size in Helion, which [block_m, Dv] would not have.
-        o_tile = hl.load(o, [b, h, row, slice(None)], extra_mask=(row < M)[:, None])
-        acc = torch.zeros_like(o_tile, dtype=torch.float32)
+        acc = hl.zeros([block_m, parts.padded_width(Dv)], dtype=torch.float32)
         full, stop = parts.key_tiles(tile * block_m, tile * block_m + block_m - 1, N, diagonal, causal, block_n)
 
         for j in hl.grid(full):
             col = j * block_n + hl.arange(block_n)
             mask_tile = parts.load_mask(mask, b, h, row, col, (row < M)[:, None])
-            s = hl.dot(q_tile, k[b, hk, col, :].T, out_dtype=torch.float32)
+            k_tile = parts.load_rows(k, b, hk, col, d, N, D, False)
+            s = hl.dot(q_tile, k_tile.T, out_dtype=torch.float32)
             if mask is None and nonnegative_scale:
                 p, alpha, m = _softmax_of_raw_scores(s, c, m)
             else:
                 p, alpha, m = _softmax(parts.masked_exponents(s * c, mask, mask_tile), m, mask)
             l = l * alpha + p.sum(-1)
             p = _dropped(p, rng_state, b * Hq + h, row, j, threshold, block_m, block_n)
-            acc = hl.dot(p.to(v.dtype), v[b, hk, col, :], acc=acc * alpha[:, None])
+            v_tile = parts.load_rows(v, b, hk, col, dv, N, Dv, False)
+            acc = hl.dot(p.to(v.dtype), v_tile, acc=acc * alpha[:, None])
 
         for j in hl.grid(full, stop):
             col = j * block_n + hl.arange(block_n)
-            inside = (col < N)[:, None]
             mask_tile = parts.load_mask(mask, b, h, row, col, (row < M)[:, None] & (col < N)[None, :])
-            s = hl.dot(q_tile, hl.load(k, [b, hk, col, slice(None)], extra_mask=inside).T, out_dtype=torch.float32)
+            k_tile = parts.load_rows(k, b, hk, col, d, N, D, True)
+            s = hl.dot(q_tile, k_tile.T, out_dtype=torch.float32)
             exponent = parts.masked_exponents(s * c, mask, mask_tile)
             seen = parts.visible(row[:, None], col[None, :], N, diagonal, causal)
             p, alpha, m = _softmax(torch.where(seen, exponent, float("-inf")), m, mask)
             l = l * alpha + p.sum(-1)
             p = _dropped(p, rng_state, b * Hq + h, row, j, threshold, block_m, block_n)
-            v_tile = hl.load(v, [b, hk, col, slice(None)], extra_mask=inside)
+            v_tile = parts.load_rows(v, b, hk, col, dv, N, Dv, True)
             acc = hl.dot(p.to(v.dtype), v_tile, acc=acc * alpha[:, None])
 
         # A row without a visible key has l = 0 and acc = 0: output 0, lse = -inf + log(0) = -inf.
         normalizer = keep_scale / torch.where(l == 0.0, 1.0, l)
-        hl.store(o, [b, h, row, slice(None)], (acc * normalizer[:, None]).to(o.dtype), extra_mask=(row < M)[:, None])
+        parts.store_rows(o, b, h, row, dv, M, Dv, acc * normalizer[:, None])
         hl.store(lse, [b, h, row], parts.natural(m, mask) + torch.log(l), extra_mask=row < M)
 
 

@@ -8,10 +8,8 @@ for a mask of shape [Bm, Hm, Mm, Nm], each size 1 or that of the scores [B, Hq, 
 
 A program owns one ``block_m`` x ``block_n`` tile of dmask. It visits, in one fixed order, each (batch, head, query
 tile, key tile) whose dS belongs to its tile, adds dS up in fp32 and stores once: no atomics, the same bits in each run,
-and one source and one binary for every form of broadcast. Four nested loops would leave nothing to overlap loads with,
-because all of them but one usually have a single iteration; so the visits are one flat loop, and its index is taken
-apart into the four. A broadcast row (Mm = 1) or column (Nm = 1) is a tile whose rows or columns are added up before the
-store.
+and one source and one binary for every form of broadcast. A broadcast row (Mm = 1) or column (Nm = 1) is a tile whose
+rows or columns are added up before the store.
 
 A small mask makes few programs with long loops: :func:`partial_shape` tells which dimensions to keep in an fp32 buffer
 that ``torch.sum`` reduces afterwards, in a fixed order too.
@@ -91,38 +89,37 @@ def attention_dmask(
     block_m = hl.register_block_size(16, 256)
     block_n = hl.register_block_size(16, 256)
     for tile_n, tile_m, hm, bm in hl.grid([(Nm + block_n - 1) // block_n, (Mm + block_m - 1) // block_m, Hm, Bm]):
-        # How many batches, heads, query tiles and key tiles end up in this tile: 1, or all.
+        # How many batches, heads, query tiles and key tiles end up in this tile: 1, or all (and then its index is 0).
         visits_b = 1 + sum_b * (B - 1)
         visits_h = 1 + sum_h * (Hq - 1)
         visits_m = 1 + sum_m * ((M + block_m - 1) // block_m - 1)
         visits_n = 1 + sum_n * ((N + block_n - 1) // block_n - 1)
         c = parts.exponent_scale(scale, mask)
         total = hl.zeros([block_m, block_n], dtype=torch.float32)
-        for visit in hl.grid(visits_b * visits_h * visits_m * visits_n):
-            j = tile_n + visit % visits_n
-            i = tile_m + visit // visits_n % visits_m
-            h = hm + visit // (visits_n * visits_m) % visits_h
-            b = bm + visit // (visits_n * visits_m * visits_h)
-            hk = h // (Hq // Hkv)
-            row = i * block_m + hl.arange(block_m)
-            col = j * block_n + hl.arange(block_n)
-            inside = row < M
-            bound = col < N
-            mask_tile = parts.load_mask(mask, b, h, row, col, inside[:, None] & bound[None, :])
-            q_tile = hl.load(q, [b, h, row, slice(None)], extra_mask=inside[:, None])
-            k_tile = hl.load(k, [b, hk, col, slice(None)], extra_mask=bound[:, None])
-            s = hl.dot(q_tile, k_tile.T, out_dtype=torch.float32)
-            do_tile = hl.load(do, [b, h, row, slice(None)], extra_mask=inside[:, None])
-            v_tile = hl.load(v, [b, hk, col, slice(None)], extra_mask=bound[:, None])
-            dp = hl.dot(do_tile, v_tile.T, out_dtype=torch.float32)
-            row_norm = hl.load(norm, [b, h, row], extra_mask=inside)
-            row_excess = hl.load(excess, [b, h, row], extra_mask=inside)
-            row_delta = hl.load(delta, [b, h, row], extra_mask=inside)
-            p = _probabilities(s, c, row_norm, row_excess, mask, mask_tile)
-            # Keys past the end have a P of their own that must not count. Queries past the end have dS = 0.
-            p = torch.where(parts.visible(row[:, None], col[None, :], N, diagonal, causal), p, 0.0)
-            dp = _kept(dp, _keep(rng_state, b * Hq + h, row, j, threshold, block_m, block_n))
-            total = total + p * (dp - row_delta[:, None])
+        for b in hl.grid(bm, bm + visits_b):
+            for h in hl.grid(hm, hm + visits_h):
+                hk = h // (Hq // Hkv)
+                for i in hl.grid(tile_m, tile_m + visits_m):
+                    row = i * block_m + hl.arange(block_m)
+                    inside = row < M
+                    q_tile = hl.load(q, [b, h, row, slice(None)], extra_mask=inside[:, None])
+                    do_tile = hl.load(do, [b, h, row, slice(None)], extra_mask=inside[:, None])
+                    row_norm = hl.load(norm, [b, h, row], extra_mask=inside)
+                    row_excess = hl.load(excess, [b, h, row], extra_mask=inside)
+                    row_delta = hl.load(delta, [b, h, row], extra_mask=inside)
+                    for j in hl.grid(tile_n, tile_n + visits_n):
+                        col = j * block_n + hl.arange(block_n)
+                        bound = col < N
+                        mask_tile = parts.load_mask(mask, b, h, row, col, inside[:, None] & bound[None, :])
+                        k_tile = hl.load(k, [b, hk, col, slice(None)], extra_mask=bound[:, None])
+                        v_tile = hl.load(v, [b, hk, col, slice(None)], extra_mask=bound[:, None])
+                        s = hl.dot(q_tile, k_tile.T, out_dtype=torch.float32)
+                        dp = hl.dot(do_tile, v_tile.T, out_dtype=torch.float32)
+                        p = _probabilities(s, c, row_norm, row_excess, mask, mask_tile)
+                        # Keys past the end have a P of their own that must not count. Queries past the end have dS = 0.
+                        p = torch.where(parts.visible(row[:, None], col[None, :], N, diagonal, causal), p, 0.0)
+                        dp = _kept(dp, _keep(rng_state, b * Hq + h, row, j, threshold, block_m, block_n))
+                        total = total + p * (dp - row_delta[:, None])
         total = total * keep_scale
         zero = hl.full([], 0, dtype=torch.int32)
         total = torch.where(zero + sum_m != 0, total.sum(0)[None, :], total)

@@ -171,6 +171,44 @@ def exp_shifted(exponent: torch.Tensor, shift: torch.Tensor, mask: torch.Tensor 
     return torch.exp2(exponent - shift)
 
 
+def padded_width(width: int) -> int:
+    """The power of two, at least 16 (the least depth of a matrix instruction), that holds ``width`` columns."""
+    return max(16, 1 << (width - 1).bit_length())
+
+
+def load_rows(
+    tensor: torch.Tensor, b: Int, h: Int, row: torch.Tensor, d: torch.Tensor, rows: Int, width: int, ragged: bool
+) -> torch.Tensor:
+    """Rows of a [B, H, rows, width] tensor, zero beyond its end.
+
+    Args:
+        tensor: What to load from.
+        b: Batch.
+        h: Head.
+        row: Positions along the third dimension.
+        d: ``hl.arange(padded_width(width))``.
+        rows: Size of the third dimension.
+        width: Size of the last dimension, known at compile time.
+        ragged: Whether ``row`` may pass the end. Without a bound, and with a width that needs no padding, the load
+            has no mask at all.
+    """
+    inside = (row < rows).unsqueeze(1) if ragged else None
+    if width != padded_width(width):
+        narrow = (d < width).unsqueeze(0)
+        inside = narrow if inside is None else inside & narrow
+    return hl.load(tensor, [b, h, row, d], extra_mask=inside)
+
+
+def store_rows(
+    tensor: torch.Tensor, b: Int, h: Int, row: torch.Tensor, d: torch.Tensor, rows: Int, width: int, value: torch.Tensor
+) -> None:
+    """Writes a tile to rows of a [B, H, rows, width] tensor in that tensor's dtype; the rest as :func:`load_rows`."""
+    inside = (row < rows).unsqueeze(1)
+    if width != padded_width(width):
+        inside = inside & (d < width).unsqueeze(0)
+    hl.store(tensor, [b, h, row, d], value.to(tensor.dtype), extra_mask=inside)
+
+
 def load_mask(
     mask: torch.Tensor | None, b: Int, h: Int, row: torch.Tensor, col: torch.Tensor, inside: torch.Tensor
 ) -> torch.Tensor | None:

@@ -1,0 +1,149 @@
+"""The Helion backend: its verdicts and configs, and whole calls through it in Triton's interpreter."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import pytest
+import torch
+
+from torch_bwattn.backends import reference
+from torch_bwattn.backends.base import BackwardInputs, ForwardInputs
+from torch_bwattn.backends.helion import configs
+from torch_bwattn.backends.helion.backend import HelionBackend
+from torch_bwattn.problem import Problem, describe
+
+HOPPER = Problem("sm_90a", torch.bfloat16, 2, 8, 2, 128, 128, 64, 64, 0.125)
+MOST_SHARED_BYTES = 232448  # of a block on sm_90
+
+
+def changed(**changes: object) -> Problem:
+    return dataclasses.replace(HOPPER, **changes)
+
+
+@pytest.mark.parametrize(
+    ("changes", "word"),
+    [
+        ({"target": "cpu"}, "sm_80"),
+        ({"target": "sm_75"}, "sm_80"),
+        ({"dtype": torch.float64}, "float64"),
+        ({"head_dim": 0}, "widths"),
+        ({"value_dim": 257}, "widths"),
+        ({"dropout_p": 1.0}, "dropping"),
+    ],
+)
+def test_refusals_name_their_reason(changes, word):
+    verdict = HelionBackend().supports(changed(**changes))
+    assert not verdict
+    assert word in verdict.reason
+
+
+@pytest.mark.parametrize("backward", [False, True])
+@pytest.mark.parametrize("target", ["sm_80", "sm_89", "sm_90a", "sm_100a", "sm_120a"])
+def test_takes_every_cuda_target_from_sm_80(target, backward):
+    verdict = HelionBackend().supports(changed(target=target, backward=backward))
+    assert verdict
+    assert "warps" in verdict.config
+
+
+def test_the_number_of_configs_does_not_depend_on_lengths():
+    lengths = [(1, 1), (1, 4096), (777, 3), (8192, 8192)]
+    assert len({configs.forward(changed(q_len=m, kv_len=n)) for m, n in lengths}) == 1
+    assert len({str(configs.backward(changed(q_len=m, kv_len=n))) for m, n in lengths}) == 1
+
+
+def test_padding_goes_to_powers_of_two_from_16():
+    assert [configs.padded(width) for width in (1, 16, 17, 64, 72, 129, 256)] == [16, 16, 32, 64, 128, 256, 256]
+
+
+@pytest.mark.parametrize(
+    ("changes", "needed"),
+    [
+        ({"head_dim": 64, "value_dim": 24}, False),
+        ({"head_dim": 64, "value_dim": 24, "aligned": False}, True),
+        ({"head_dim": 64, "value_dim": 20}, True),
+        ({"head_dim": 64, "value_dim": 64, "aligned": False}, False),
+        ({"head_dim": 32, "value_dim": 32, "aligned": False}, False),
+        ({"head_dim": 16, "value_dim": 32, "aligned": False}, False),
+        ({"head_dim": 128, "value_dim": 32, "unit_last_strides": False}, True),
+        ({"head_dim": 128, "value_dim": 32, "aligned": False, "dtype": torch.float32}, False),
+    ],
+)
+def test_narrow_values_get_aligned_copies(changes, needed):
+    assert configs.needs_aligned_operands(changed(**changes)) == needed
+
+
+def run(problem: Problem, inputs: ForwardInputs, wanted: tuple[bool, bool, bool, bool], grad_lse: bool = True) -> None:
+    """A whole call through the backend, against the reference."""
+    backend = HelionBackend()
+    out, lse = backend.forward(problem)(inputs)
+    expected_out, expected_lse = reference.forward(problem, inputs)
+    torch.testing.assert_close(out, expected_out, atol=2e-5, rtol=2e-5)
+    torch.testing.assert_close(lse, expected_lse, atol=2e-5, rtol=2e-5)
+    assert out.stride() == expected_out.stride()
+    grad_out = torch.randn(out.shape, dtype=out.dtype)
+    x = BackwardInputs(grad_out, torch.randn(lse.shape) if grad_lse else None, *inputs[:4], out, lse, inputs.rng_state)
+    back = dataclasses.replace(problem, backward=True, mask_grad=wanted[3])
+    for got, expected in zip(
+        backend.backward(back)(x, wanted), reference.backward(back, x, (True, True, True, wanted[3])), strict=True
+    ):
+        if got is not None and expected is not None:
+            torch.testing.assert_close(got, expected, atol=5e-5, rtol=5e-5)
+            assert got.stride() == expected.stride()
+
+
+def drawn(q_len: int, kv_len: int, **options: object) -> tuple[Problem, ForwardInputs]:
+    q = torch.randn(2, q_len, 4, 16).transpose(1, 2)
+    k, v = torch.randn(2, 2, kv_len, 16), torch.randn(2, 2, kv_len, 24)
+    mask, rng_state = options.pop("mask", None), options.pop("rng_state", None)
+    settings = {"scale": 0.3, "is_causal": False, "causal_alignment": "top_left", "dropout_p": 0.0, **options}
+    return describe(q, k, v, mask, **settings), ForwardInputs(q, k, v, mask, rng_state)
+
+
+@pytest.mark.interpreted
+@pytest.mark.parametrize("q_len", [1, 35, 0])
+@pytest.mark.parametrize("kv_len", [1, 40, 0])
+def test_ragged_and_empty_lengths(q_len, kv_len):
+    problem, inputs = drawn(q_len, kv_len, is_causal=True, causal_alignment="bottom_right")
+    run(problem, inputs, (True, True, True, False))
+
+
+@pytest.mark.interpreted
+@pytest.mark.parametrize("shape", [(1, 1, 1, 1), (2, 1, 35, 1), (1, 4, 1, 40), (2, 4, 35, 40)])
+def test_mask_gradient_in_the_masks_own_shape(shape):
+    problem, inputs = drawn(35, 40, mask=torch.randn(shape))
+    run(problem, inputs, (True, True, True, True))
+
+
+@pytest.mark.interpreted
+@pytest.mark.parametrize(
+    "wanted", [(True, False, False, False), (False, True, False, False), (False, False, True, False)]
+)
+def test_unwanted_gradients_are_left_out(wanted):
+    problem, inputs = drawn(20, 33, dropout_p=0.4, rng_state=torch.tensor([7]))
+    run(problem, inputs, wanted, grad_lse=False)
+
+
+@pytest.mark.interpreted
+def test_one_key_gives_exactly_zero_gradients():
+    problem, inputs = drawn(5, 1)
+    out, lse = HelionBackend().forward(problem)(inputs)
+    back = dataclasses.replace(problem, backward=True)
+    x = BackwardInputs(torch.randn(out.shape), None, *inputs[:4], out, lse, None)
+    dq, dk, _, _ = HelionBackend().backward(back)(x, (True, True, True, False))
+    assert torch.count_nonzero(dq) == torch.count_nonzero(dk) == 0
+
+
+@pytest.mark.interpreted
+def test_aligned_copies_give_the_same_result():
+    torch.manual_seed(0)
+    q = torch.randn(1, 20, 2, 35, dtype=torch.float16).transpose(1, 2)[..., 1:33]
+    k, v = torch.randn(1, 2, 40, 32, dtype=torch.float16), torch.randn(1, 2, 40, 10, dtype=torch.float16)
+    problem = describe(
+        q, k, v, None, scale=1 / math.sqrt(32), is_causal=False, causal_alignment="top_left", dropout_p=0.0
+    )
+    assert configs.needs_aligned_operands(problem)
+    inputs = ForwardInputs(q, k, v, None, None)
+    out, _ = HelionBackend().forward(problem)(inputs)
+    torch.testing.assert_close(out, reference.forward(problem, inputs)[0], atol=2e-3, rtol=2e-3)
