@@ -75,23 +75,11 @@ def _switches(problem: Problem) -> dict[str, Any]:
     }
 
 
-def _aligned_empty(tensor: Tensor, width: int) -> Tensor:
-    """Uninitialised, ``tensor``'s sizes but the last, rows at multiples of 16 bytes: padded in memory only."""
-    per_16_bytes = 16 // tensor.element_size()
-    step = -(-width // per_16_bytes) * per_16_bytes
-    return torch.empty((*tensor.shape[:3], step), dtype=tensor.dtype, device=tensor.device)[..., :width]
-
-
-def _aligned_copy(tensor: Tensor) -> Tensor:
-    return _aligned_empty(tensor, tensor.shape[3]).copy_(tensor)
-
-
 class _Forward:
     """One problem's forward: allocation and launch, decided at the first call."""
 
     def __init__(self, problem: Problem) -> None:
         self.problem = problem
-        self._copies = configs.needs_aligned_operands(problem)
         self._launch: Any = None
         self._rest: tuple[Any, ...] = ()
         self._out: tuple[Any, ...] = ()
@@ -99,17 +87,14 @@ class _Forward:
 
     def __call__(self, x: ForwardInputs) -> tuple[Tensor, Tensor]:
         problem = self.problem
-        if self._copies:
-            x = x._replace(q=_aligned_copy(x.q), k=_aligned_copy(x.k), v=_aligned_copy(x.v))
         if self._launch is None:
             self._prepare(x)
         sizes, strides = self._out
         out = torch.empty_strided(sizes, strides, dtype=problem.dtype, device=x.q.device)
         lse = torch.empty_strided(*self._lse, dtype=torch.float32, device=x.q.device)
         mask = x.mask if x.mask is None else _expanded(problem, x.mask)
-        target = _aligned_empty(out, problem.value_dim) if self._copies else out
-        self._launch(x.q, x.k, x.v, mask, x.rng_state, target, lse, *self._rest)
-        return (out.copy_(target) if self._copies else out), lse
+        self._launch(x.q, x.k, x.v, mask, x.rng_state, out, lse, *self._rest)
+        return out, lse
 
     def _prepare(self, x: ForwardInputs) -> None:
         problem = self.problem
@@ -117,8 +102,6 @@ class _Forward:
         sizes = (problem.batch, problem.heads, problem.q_len, problem.value_dim)
         self._out = sizes, dense_strides(x.q, sizes)
         out = torch.empty_strided(*self._out, dtype=problem.dtype, device=x.q.device)
-        if self._copies:
-            out = _aligned_empty(out, problem.value_dim)
         lse = torch.empty(sizes[:3], dtype=torch.float32, device=x.q.device)
         self._lse = tuple(lse.shape), lse.stride()
         arguments = module.forward_arguments(

@@ -86,19 +86,6 @@ def forward(problem: Problem) -> Config:
     return Config(128, 32, 8, 2) if busy else Config(128, 64, 8, 2)
 
 
-def needs_aligned_operands(problem: Problem) -> bool:
-    """Whether the forward must be given copies whose rows are 16-byte aligned, because it is wrong on others.
-
-    Measured on the H200 with triton 3.6, 16-bit, every pair of widths out of 16, 32, 64, 128, 256: with operands whose
-    rows are not 16-byte aligned, a value tile of 16 or 32 columns beside a wider key tile gives wrong outputs or reads
-    shared memory out of bounds (compute-sanitizer); with aligned ones, and at every other pair, all are right.
-    """
-    narrow = padded(problem.value_dim) < min(64, padded(problem.head_dim))
-    dense_rows_aligned = problem.value_dim * problem.dtype.itemsize % 16 == 0
-    aligned = problem.aligned and problem.unit_last_strides and dense_rows_aligned
-    return narrow and problem.dtype != torch.float32 and not aligned
-
-
 def backward(problem: Problem) -> dict[str, Config]:
     """The backward's configs by kernel.
 

@@ -85,11 +85,11 @@ def attention_forward(
         hk = h // (Hq // Hkv)
         c = parts.exponent_scale(scale, mask)
         d = hl.arange(parts.padded_width(D))
-        dv = hl.arange(parts.padded_width(Dv))
+        dv = hl.arange(parts.value_columns(D, Dv))
         q_tile = parts.load_rows(q, b, h, row, d, M, D, True)
         m = hl.full([block_m], float("-inf"), dtype=torch.float32)
         l = hl.full([block_m], 0.0, dtype=torch.float32)
-        acc = hl.zeros([block_m, parts.padded_width(Dv)], dtype=torch.float32)
+        acc = hl.zeros([block_m, parts.value_columns(D, Dv)], dtype=torch.float32)
         full, stop = parts.key_tiles(tile * block_m, tile * block_m + block_m - 1, N, diagonal, causal, block_n)
 
         for j in hl.grid(full):

@@ -176,6 +176,17 @@ def padded_width(width: int) -> int:
     return max(16, 1 << (width - 1).bit_length())
 
 
+def value_columns(width: int, value_width: int) -> int:
+    """Columns of the forward's value tile: a power of two that holds ``value_width``, 64 or more beside wide keys.
+
+    With fewer (16 or 32) than the keys have, and rows off 16-byte boundaries, the compiled kernel was wrong: measured on
+    the H200 with triton 3.6, fp16, every pair of widths out of 16, 32, 64, 128, 256. Outputs were silently wrong at
+    (32, 16), (64, 16) and (64, 32), and from 128 on shared memory was read out of bounds; no other pair was, nor any
+    with rows on the boundaries.
+    """
+    return max(padded_width(value_width), min(64, padded_width(width)))
+
+
 def load_rows(
     tensor: torch.Tensor, b: Int, h: Int, row: torch.Tensor, d: torch.Tensor, rows: Int, width: int, ragged: bool
 ) -> torch.Tensor:
@@ -186,14 +197,14 @@ def load_rows(
         b: Batch.
         h: Head.
         row: Positions along the third dimension.
-        d: ``hl.arange(padded_width(width))``.
+        d: Columns to load, ``hl.arange`` of ``padded_width(width)`` or more.
         rows: Size of the third dimension.
         width: Size of the last dimension, known at compile time.
         ragged: Whether ``row`` may pass the end. Without a bound, and with a width that needs no padding, the load
             has no mask at all.
     """
     inside = (row < rows).unsqueeze(1) if ragged else None
-    if width != padded_width(width):
+    if width != d.shape[0]:
         narrow = (d < width).unsqueeze(0)
         inside = narrow if inside is None else inside & narrow
     return hl.load(tensor, [b, h, row, d], extra_mask=inside)
@@ -204,7 +215,7 @@ def store_rows(
 ) -> None:
     """Writes a tile to rows of a [B, H, rows, width] tensor in that tensor's dtype; the rest as :func:`load_rows`."""
     inside = (row < rows).unsqueeze(1)
-    if width != padded_width(width):
+    if width != d.shape[0]:
         inside = inside & (d < width).unsqueeze(0)
     hl.store(tensor, [b, h, row, d], value.to(tensor.dtype), extra_mask=inside)
 
