@@ -4,7 +4,7 @@ The model (lm_model.py) calls plain `F.scaled_dot_product_attention` and the tex
 nothing to download. Run it as it is for about a minute and a half on two CPU cores, or larger on a GPU:
 
     python examples/train_lm.py
-    python examples/train_lm.py --layers 12 --heads 16 --kv-heads 4 --head-dim 64 --seq-len 1024 --steps 1000
+    python examples/train_lm.py --layers 12 --heads 16 --kv-heads 4 --head-dim 64 --seq-len 1024 --steps 1000 --lr 6e-4
 
 It prints a progress bar for each run, a text that the model wrote, which backend computed the attention calls and
 whether the two loss curves agree; it plots both curves to a PNG file. The exit status is 1 when the curves disagree or
@@ -14,6 +14,7 @@ when the patch reached no call.
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import math
 import re
 import sys
@@ -25,10 +26,8 @@ from pydoc_data.topics import topics
 from statistics import mean
 from typing import NamedTuple
 
-import matplotlib as mpl
 import torch
 from lm_model import LanguageModel, ModelConfig
-from matplotlib import pyplot as plt
 from tqdm import tqdm
 
 import torch_bwattn
@@ -43,11 +42,11 @@ class Tolerance(NamedTuple):
     mean: float
 
 
-# Two correct attention kernels differ by rounding, which training amplifies from step to step: the first steps are held
-# to the dtype's rounding, the whole run to a mean. Measured between a fused and a blockwise kernel: 5e-7 and 2e-3 in
-# float32, 3e-4 and 2e-2 in bfloat16. In float32, a scale that is 2% off gives 2e-5 and 2e-2, query heads that read the
-# wrong key heads 2e-2 and 3e-2.
-TOLERANCES = {torch.float32: Tolerance(1e-5, 5e-3), torch.bfloat16: Tolerance(1e-2, 5e-2)}
+# Correct attention kernels differ by rounding, which training amplifies from step to step: the first steps are held to
+# the dtype's rounding, the whole run to a mean. Measured between a fused and a blockwise kernel: 5e-7 and 2e-3 in
+# float32, 3e-4 and 2e-2 in bfloat16. In float32, query heads that read the wrong key heads give 2e-2 and 3e-2, a scale
+# that is 2% off 2e-5 and 2e-2.
+TOLERANCES = {torch.float32: Tolerance(1e-4, 1e-2), torch.bfloat16: Tolerance(1e-2, 5e-2)}
 
 
 def read_prose() -> str:
@@ -212,9 +211,12 @@ def failures(patched: Run, plain: Run, tolerance: Tolerance) -> list[str]:
 
 def plot(patched: Run, plain: Run, tolerance: Tolerance, path: Path) -> None:
     """Draws both loss curves, and their distance beside the tolerance, into a PNG file."""
-    mpl.use("Agg")
+    import matplotlib as mpl
+    from matplotlib import pyplot as plt
+
+    mpl.use("Agg")  # files only, no window
     figure, (curves, distance) = plt.subplots(
-        2, 1, figsize=(8, 6), sharex=True, height_ratios=(3, 1), layout="constrained"
+        2, 1, figsize=(8, 6), sharex=True, height_ratios=(2, 1), layout="constrained"
     )
     curves.plot(plain.losses, color="0.75", linewidth=5, label="F.scaled_dot_product_attention")
     curves.plot(patched.losses, color="tab:blue", linewidth=1.2, label="torch_bwattn")
@@ -227,9 +229,18 @@ def plot(patched: Run, plain: Run, tolerance: Tolerance, path: Path) -> None:
     distance.axhline(tolerance.mean, color="tab:red", linestyle="--", label="bound of the mean")
     distance.set_xlabel("step")
     distance.set_ylabel("distance")
-    distance.legend(loc="center right", fontsize="small")
+    distance.legend(loc="lower right", fontsize="small")
     figure.savefig(path, dpi=120)
     plt.close(figure)
+
+
+def positive(text: str) -> int:
+    """Parses a number of at least 1, for argparse."""
+    number = int(text)
+    if number < 1:
+        msg = f"expected at least 1, got {number}"
+        raise argparse.ArgumentTypeError(msg)
+    return number
 
 
 def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
@@ -238,23 +249,26 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__.partition("\n")[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter
     )
-    parser.add_argument("--layers", type=int, default=2, help="transformer blocks")
-    parser.add_argument("--heads", type=int, default=4, help="query heads")
-    parser.add_argument("--kv-heads", type=int, default=2, help="key and value heads; must divide --heads")
+    parser.add_argument("--layers", type=positive, default=2, help="transformer blocks")
+    parser.add_argument("--heads", type=positive, default=4, help="query heads")
+    parser.add_argument("--kv-heads", type=positive, default=2, help="key and value heads; must divide --heads")
     parser.add_argument(
-        "--head-dim", type=int, default=32, help="width of one head; the model is heads times this wide"
+        "--head-dim", type=positive, default=32, help="width of one head; the model is heads times this wide"
     )
-    parser.add_argument("--seq-len", type=int, default=128, help="tokens in a training window")
-    parser.add_argument("--batch-size", type=int, default=8, help="windows a step")
-    parser.add_argument("--steps", type=int, default=400, help="training steps of each run")
+    parser.add_argument("--seq-len", type=positive, default=128, help="tokens in a training window")
+    parser.add_argument("--batch-size", type=positive, default=8, help="windows a step")
+    parser.add_argument("--steps", type=positive, default=400, help="training steps of each run")
     parser.add_argument("--lr", type=float, default=3e-3, help="highest learning rate")
-    parser.add_argument("--vocabulary", type=int, default=1024, help="tokens: characters, then common words")
+    parser.add_argument("--vocabulary", type=positive, default=1024, help="tokens: characters, then common words")
     parser.add_argument("--seed", type=int, default=0, help="seed of the weights, the batches and the sample")
-    parser.add_argument("--sample-tokens", type=int, default=150, help="tokens of text to write at the end")
+    parser.add_argument("--sample-tokens", type=positive, default=150, help="tokens of text to write at the end")
     parser.add_argument("--device", choices=("cpu", "cuda"), default=default_device, help="bf16 on cuda, fp32 on cpu")
     parser.add_argument("--no-compile", action="store_true", help="train without torch.compile")
     parser.add_argument("--plot", type=Path, default=Path("train_lm.png"), help="where the plot goes")
+    parser.add_argument("--no-plot", action="store_true", help="do without the plot, and without matplotlib")
     args = parser.parse_args(argv)
+    if not args.no_plot and importlib.util.find_spec("matplotlib") is None:
+        parser.error("matplotlib is not installed: pip install -c constraints.txt -e '.[examples]', or --no-plot")
     args.dtype = torch.bfloat16 if args.device == "cuda" else torch.float32
     return args
 
@@ -285,7 +299,8 @@ def main(argv: list[str] | None = None) -> int:
         held_out = held_out_loss(patched.model, held_out_data, args)
     plain = train("plain", config, train_data, args)
     tolerance = TOLERANCES[args.dtype]
-    plot(patched, plain, tolerance, args.plot)
+    if not args.no_plot:
+        plot(patched, plain, tolerance, args.plot)
 
     print(f"\nWritten by the patched model (held-out loss {held_out:.3f} nats a token):\n")
     print("\n".join("    " + line for line in sample.splitlines()))
@@ -302,7 +317,8 @@ def main(argv: list[str] | None = None) -> int:
     print(
         f"in the first {EARLY_STEPS} steps [{tolerance.early:.0e}], {mean(gaps):.1e} on average [{tolerance.mean:.0e}]."
     )
-    print(f"Both curves: {args.plot}")
+    if not args.no_plot:
+        print(f"Both curves: {args.plot}")
     found = failures(patched, plain, tolerance)
     for failure in found:
         print(f"FAILED: {failure}.", file=sys.stderr)

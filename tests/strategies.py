@@ -17,6 +17,8 @@ from .support.calls import LAYOUTS, Call, Mask, Operand
 LOW_PRECISION = (torch.bfloat16, torch.float16)
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 KINDS = ("plain", "causal", "bool", "additive", "dropout")
+MASK_DTYPES = ("own", "float32")
+INNER_KINDS = ("plain", "causal", "bool", "additive")
 WIDTHS = (1, 2, 3, 5, 8, 12, 16, 17, 24, 32, 40, 64, 72)
 
 _TINY = (1, 2, 3, 4, 5, 7, 8, 9)
@@ -89,7 +91,7 @@ def lengths(draw: st.DrawFn) -> tuple[int, int, int]:
 
 
 @st.composite
-def masks(draw: st.DrawFn, call: Call, kind: str, with_grad: bool | None = None) -> Mask:
+def masks(draw: st.DrawFn, call: Call, kind: str, dtypes: tuple[str, ...] = MASK_DTYPES) -> Mask:
     """A mask in any form that broadcasts to the scores, of a rank up to the query's."""
     ndim = len(call.query.shape)
     rank = ndim if not probability(draw, 40) else draw(st.integers(0, ndim))
@@ -100,9 +102,7 @@ def masks(draw: st.DrawFn, call: Call, kind: str, with_grad: bool | None = None)
         content = draw(st.sampled_from(("random", "sparse", "dead_rows")))
         return Mask(shape, layout, "bool", content, needs_grad=False)
     content = draw(st.sampled_from(("random", "infinite", "dead_rows", "lowest")))
-    dtype = draw(st.sampled_from(("own", "float32")))
-    needs_grad = draw(st.booleans()) if with_grad is None else with_grad
-    return Mask(shape, layout, dtype, content, needs_grad)
+    return Mask(shape, layout, draw(st.sampled_from(dtypes)), content, draw(st.booleans()))
 
 
 @st.composite
@@ -111,6 +111,9 @@ def calls(
     dtype: torch.dtype | None = None,
     kind: str | None = None,
     widths: tuple[int, ...] = WIDTHS,
+    value_widths: tuple[int, ...] | None = None,
+    mask_dtypes: tuple[str, ...] = MASK_DTYPES,
+    dropout_over: tuple[str, ...] = INNER_KINDS,
     layouts: tuple[str, ...] = _LAYOUTS,
     ndims: tuple[int, ...] = (4, 4, 4, 3, 2, 5),
 ) -> Call:
@@ -119,7 +122,10 @@ def calls(
     Args:
         dtype: fixes the dtype.
         kind: fixes the kind: plain, causal, bool, additive (masks) or dropout (any of the former with dropout).
-        widths: head widths to draw from, for query and value each.
+        widths: widths of query and key to draw from; the value's is often the same.
+        value_widths: widths of the value to draw from, if not those.
+        mask_dtypes: dtypes of additive masks, own (the query's) or float32.
+        dropout_over: the kinds that dropout is combined with.
         layouts: memory layouts to draw from.
         ndims: ranks to draw from.
     """
@@ -130,12 +136,15 @@ def calls(
     gqa = ndim >= 3 and probability(draw, 30)
     query, key, value = draw(leads(gqa, ndim, budget))
     width = draw(st.sampled_from(widths))
-    value_width = width if not probability(draw, 40) else draw(st.sampled_from(widths))
+    if value_widths is not None:
+        value_width = draw(st.sampled_from(value_widths))
+    else:
+        value_width = width if not probability(draw, 40) else draw(st.sampled_from(widths))
     if probability(draw, 2):
         width = 0
     if probability(draw, 2):
         value_width = 0
-    inner = kind if kind != "dropout" else draw(st.sampled_from(("plain", "causal", "bool", "additive")))
+    inner = kind if kind != "dropout" else draw(st.sampled_from(dropout_over))
     needs = draw(
         st.sampled_from(
             ((True, True, True),) * 4 + ((True, False, False), (False, True, False), (False, False, True), (False,) * 3)
@@ -163,7 +172,7 @@ def calls(
         # Scores in the thousands say nothing: every probability is 0 or 1, and which one hangs on the last bit.
         call = _replace(call, magnitude=0.1)
     if inner in ("bool", "additive"):
-        call = _replace(call, mask=draw(masks(call, inner)))
+        call = _replace(call, mask=draw(masks(call, inner, mask_dtypes)))
     return call
 
 

@@ -7,19 +7,10 @@ import torch
 import torch.nn.functional as F
 
 import torch_bwattn
+from tests.support.attend import count
 from tests.support.graphs import Graphs
 
-ORIGINAL = F.scaled_dot_product_attention
 OURS = "bwattn.sdpa_forward.default"
-
-
-@pytest.fixture(autouse=True)
-def _fresh():
-    torch._dynamo.reset()
-    torch_bwattn.reset_call_counts()
-    yield
-    torch._dynamo.reset()
-    assert F.scaled_dot_product_attention is ORIGINAL
 
 
 def attend(query):
@@ -72,7 +63,7 @@ def test_the_patch_of_the_moment_decides(patched_first):
         else:
             out = step(QUERY)
         torch.testing.assert_close(out, expected)
-        assert sum(torch_bwattn.call_counts().values()) == int(patched)
+        assert count() == int(patched)
 
 
 def test_entering_again_does_not_recompile():
@@ -92,11 +83,11 @@ def test_a_module_in_training():
         out = torch.compile(module, fullgraph=True, backend="aot_eager")(x)
         out.sum().backward()
     torch.testing.assert_close(out, expected, atol=2e-5, rtol=2e-5)
-    assert sum(torch_bwattn.call_counts().values()) == 1
+    assert count() == 1
 
 
 def test_inductor():
     with torch_bwattn.patch_sdpa():
         out = torch.compile(attend, fullgraph=True)(QUERY)
     torch.testing.assert_close(out, attend(QUERY))
-    assert sum(torch_bwattn.call_counts().values()) == 1
+    assert count() == 1

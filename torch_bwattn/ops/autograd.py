@@ -22,7 +22,7 @@ from torch._C._functorch import peek_interpreter_stack
 from torch._functorch.utils import enable_single_level_autograd_function
 from torch.autograd.function import _SingleLevelFunction
 
-from ..backends.base import ForwardFn, ForwardInputs
+from ..backends.base import BackwardInputs, ForwardFn, ForwardInputs
 from ..selection.pin import pinned
 from . import primitive
 from .schema import library
@@ -36,18 +36,21 @@ _NO_SECOND_DERIVATIVE = (
     "torch.nn.attention.sdpa_kernel(SDPBackend.MATH)"
 )
 
-_WATCHERS = (DispatchKey.Python, DispatchKey.PreDispatch)
-
 
 def watched() -> bool:
     """Whether a dispatch mode or a functorch level must see every operator call."""
-    return peek_interpreter_stack() is not None or any(map(_dispatch_tls_is_dispatch_key_included, _WATCHERS))
+    return (
+        _dispatch_tls_is_dispatch_key_included(DispatchKey.Python)
+        or _dispatch_tls_is_dispatch_key_included(DispatchKey.PreDispatch)
+        or peek_interpreter_stack() is not None
+    )
 
 
 class Forward(_SingleLevelFunction):
     """``sdpa_forward`` as one autograd node.
 
-    Arguments: how to go on (the keyset to redispatch with, or the chosen backend's callable), then the operator's own.
+    Arguments: how to go on (the keyset to redispatch with, or the chosen backend's callable), then the operator's own,
+    its scalars in one tuple because autograd looks at every argument.
     """
 
     @staticmethod
@@ -59,19 +62,16 @@ class Forward(_SingleLevelFunction):
         value: Tensor,
         mask: Tensor | None,
         rng_state: Tensor | None,
-        dropout_p: float,
-        is_causal: bool,
-        scale: float,
-        causal_alignment: str,
+        options: primitive.Options,
         backend: str | None = None,
     ) -> tuple[Tensor, Tensor]:
-        ctx.direct = not isinstance(onward, DispatchKeySet)
-        ctx.options = dropout_p, is_causal, scale, causal_alignment
-        ctx.backend = pinned() or backend
+        ctx.direct = direct = not isinstance(onward, DispatchKeySet)
+        ctx.options = options
+        ctx.backend = backend if direct else pinned() or backend  # on the direct way the caller has looked
         if isinstance(onward, DispatchKeySet):
             op = torch.ops.bwattn.sdpa_forward.default
             with _AutoDispatchBelowAutograd():
-                out, lse = op.redispatch(onward, query, key, value, mask, rng_state, *ctx.options, backend)
+                out, lse = op.redispatch(onward, query, key, value, mask, rng_state, *options, backend)
         else:
             out, lse = onward(ForwardInputs(query, key, value, mask, rng_state))
         ctx.save_for_backward(query, key, value, mask, out, lse, rng_state)
@@ -86,10 +86,15 @@ class Forward(_SingleLevelFunction):
         query, key, value, mask, out, lse, rng_state = ctx.saved_tensors
         if grad_out is None:
             grad_out = torch.zeros((), dtype=out.dtype, device=out.device).expand(out.shape)
-        wanted = list(ctx.needs_input_grad[1:5])
-        direct = ctx.direct and not torch.is_grad_enabled() and type(grad_out) is Tensor and not watched()
-        run: Any = primitive.backward if direct else torch.ops.bwattn.sdpa_backward.default
-        grads = run(grad_out, grad_lse, query, key, value, mask, out, lse, rng_state, *ctx.options, wanted, ctx.backend)
+        wanted = ctx.needs_input_grad[1:5]
+        grads: tuple[Tensor | None, ...]
+        if ctx.direct and not torch.is_grad_enabled() and type(grad_out) is Tensor and not watched():
+            x = BackwardInputs(grad_out, grad_lse, query, key, value, mask, out, lse, rng_state)
+            grads = primitive.gradients(x, ctx.options, wanted, ctx.backend)
+        else:
+            grads = torch.ops.bwattn.sdpa_backward.default(
+                grad_out, grad_lse, query, key, value, mask, out, lse, rng_state, *ctx.options, wanted, ctx.backend
+            )
         used = (grad if want else None for grad, want in zip(grads, wanted, strict=True))
         return (None, *used, *(None,) * (arguments - 5))
 
@@ -116,19 +121,23 @@ class _Backward(_SingleLevelFunction):
         raise NotImplementedError(_NO_FORWARD_MODE)
 
 
-def _kernel(name: str, node: Any) -> Any:
-    op = getattr(torch.ops.bwattn, name).default
-
-    def run(keyset: DispatchKeySet, *args: Any) -> Any:
-        below = keyset & _after_autograd_keyset
-        if torch.is_grad_enabled() and torch._C._any_requires_grad(*args):
-            with enable_single_level_autograd_function():
-                return node.apply(below, *args)
-        with _AutoDispatchBelowAutograd():
-            return op.redispatch(below, *args)
-
-    return run
+def _forward(keyset: DispatchKeySet, *args: Any) -> Any:
+    below = keyset & _after_autograd_keyset
+    if torch.is_grad_enabled() and torch._C._any_requires_grad(*args):
+        with enable_single_level_autograd_function():
+            return Forward.apply(below, *args[:5], args[5:9], *args[9:])  # type: ignore[attr-defined]
+    with _AutoDispatchBelowAutograd():
+        return torch.ops.bwattn.sdpa_forward.default.redispatch(below, *args)
 
 
-library.impl("sdpa_forward", _kernel("sdpa_forward", Forward), "Autograd", with_keyset=True)
-library.impl("sdpa_backward", _kernel("sdpa_backward", _Backward), "Autograd", with_keyset=True)
+def _backward(keyset: DispatchKeySet, *args: Any) -> Any:
+    below = keyset & _after_autograd_keyset
+    if torch.is_grad_enabled() and torch._C._any_requires_grad(*args):
+        with enable_single_level_autograd_function():
+            return _Backward.apply(below, *args)  # type: ignore[attr-defined]
+    with _AutoDispatchBelowAutograd():
+        return torch.ops.bwattn.sdpa_backward.default.redispatch(below, *args)
+
+
+library.impl("sdpa_forward", _forward, "Autograd", with_keyset=True)
+library.impl("sdpa_backward", _backward, "Autograd", with_keyset=True)

@@ -32,6 +32,7 @@ class _Entry(NamedTuple):
     run: ForwardFn
 
 
+_UNKNOWN = "unknown"  # told from None, which says: the long way
 _entries: dict[object, _Entry | None] = {}
 
 
@@ -66,9 +67,8 @@ def call(
     pin = pinned()
     options = (dropout_p, is_causal, scale, enable_gqa, causal_alignment, pin)
     signature = primitive.signature(query, key, value, mask, *options)
-    if signature in _entries:
-        entry = _entries[signature]
-    else:
+    entry = _entries.get(signature, _UNKNOWN)
+    if isinstance(entry, str):
         entry = _enter(query, key, value, mask, *options)
         primitive.remember(_entries, signature, entry)
     if entry is None:
@@ -81,7 +81,7 @@ def call(
         query.requires_grad or key.requires_grad or value.requires_grad or (mask is not None and mask.requires_grad)
     ):
         result: tuple[Tensor, Tensor] = autograd.Forward.apply(  # type: ignore[attr-defined]
-            entry.run, query, key, value, mask, rng_state, dropout_p, is_causal, entry.scale, causal_alignment, pin
+            entry.run, query, key, value, mask, rng_state, (dropout_p, is_causal, entry.scale, causal_alignment), pin
         )
         return result
     return entry.run(ForwardInputs(query, key, value, mask, rng_state))

@@ -14,11 +14,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..backends.base import BackwardFn, BackwardInputs, ForwardFn, ForwardInputs
+from ..backends.base import BackwardFn, BackwardInputs, ForwardFn, ForwardInputs, Grads
 from ..problem import describe
 from ..selection.choose import choose
 from ..selection.pin import pinned
 from .schema import library
+
+Options = tuple[float, bool, float, str]
+"""dropout_p, is_causal, scale, causal_alignment: the scalars that forward and backward share."""
 
 _MOST_PLANS = 4096
 _forward_plans: dict[Hashable, tuple[str, ForwardFn]] = {}
@@ -44,7 +47,8 @@ def count_call(name: str) -> None:
     _counts[name] += 1
 
 
-def _meta(tensor: Tensor | None) -> Hashable:
+def meta(tensor: Tensor | None) -> Hashable:
+    """What a description reads off one tensor, and what a launch depends on."""
     if tensor is None:
         return None
     return tensor.shape, tensor.stride(), tensor.dtype, tensor.device, tensor.data_ptr() & 15
@@ -52,8 +56,11 @@ def _meta(tensor: Tensor | None) -> Hashable:
 
 def signature(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, *options: Hashable) -> Hashable:
     """Everything that a description depends on: operands' metadata, options and the determinism flag."""
-    deterministic = torch.are_deterministic_algorithms_enabled()
-    return _meta(q), _meta(k), _meta(v), _meta(mask), deterministic, options
+    return (
+        q.shape, q.stride(), q.dtype, q.device, k.shape, k.stride(), k.dtype, k.device,
+        v.shape, v.stride(), v.dtype, v.device, (q.data_ptr() | k.data_ptr() | v.data_ptr()) & 15,
+        None if mask is None else meta(mask), torch.are_deterministic_algorithms_enabled(), options,
+    )  # fmt: skip
 
 
 def remember(table: dict[Any, Any], key: Hashable, value: Any) -> None:
@@ -106,6 +113,24 @@ def forward(
     return run(ForwardInputs(q, k, v, mask, rng_state))
 
 
+def gradients(x: BackwardInputs, options: Options, wanted: tuple[bool, bool, bool, bool], backend: str | None) -> Grads:
+    """Run one 4-D backward; a gradient that is not wanted may be None."""
+    pin = pinned() or backend
+    dropout_p, is_causal, scale, causal_alignment = options
+    extra = (meta(x.grad_out), meta(x.out), x.grad_lse is None, wanted[3], pin)
+    key = signature(x.q, x.k, x.v, x.mask, *options, *extra)
+    run = _backward_plans.get(key)
+    if run is None:
+        problem = describe(
+            x.q, x.k, x.v, x.mask,
+            scale=scale, is_causal=is_causal, causal_alignment=causal_alignment, dropout_p=dropout_p,
+            backward=True, mask_grad=wanted[3], lse_grad=x.grad_lse is not None, more=(x.grad_out, x.out),
+        )  # fmt: skip
+        run = choose(problem, pin).backward(problem)
+        remember(_backward_plans, key, run)
+    return run(x, wanted)
+
+
 def backward(
     grad_out: Tensor,
     grad_lse: Tensor | None,
@@ -124,19 +149,9 @@ def backward(
     backend: str | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Run one 4-D backward; a gradient that is not wanted comes back as an empty tensor of shape ``[0]``."""
-    pin = pinned() or backend
     wanted = (output_mask[0], output_mask[1], output_mask[2], output_mask[3])
-    options = (dropout_p, is_causal, scale, causal_alignment, pin)
-    key = signature(q, k, v, mask, _meta(grad_out), _meta(out), grad_lse is None, wanted[3], *options)
-    run = _backward_plans.get(key)
-    if run is None:
-        problem = describe(
-            q, k, v, mask, scale=scale, is_causal=is_causal, causal_alignment=causal_alignment, dropout_p=dropout_p,
-            backward=True, mask_grad=wanted[3], lse_grad=grad_lse is not None, more=(grad_out, out),
-        )  # fmt: skip
-        run = choose(problem, pin).backward(problem)
-        remember(_backward_plans, key, run)
-    grads = run(BackwardInputs(grad_out, grad_lse, q, k, v, mask, out, lse, rng_state), wanted)
+    x = BackwardInputs(grad_out, grad_lse, q, k, v, mask, out, lse, rng_state)
+    grads = gradients(x, (dropout_p, is_causal, scale, causal_alignment), wanted, backend)
     dq, dk, dv, dmask = (
         grad if want and grad is not None else q.new_empty(0) for grad, want in zip(grads, wanted, strict=True)
     )

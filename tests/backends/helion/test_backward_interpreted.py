@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 import torch
@@ -16,7 +17,11 @@ from tests.support.calls import Call, Mask, Operand, Tensors, build, lay_out
 from tests.support.philox import keep_mask
 from torch_bwattn.testing import Results, judge, oracle, pt_reference
 
-pytestmark = pytest.mark.interpreted
+pytestmark = [
+    pytest.mark.interpreted,
+    # numpy's, where a GPU is silent: log2(0) of a value that a select drops, or P of a position that does not exist.
+    pytest.mark.filterwarnings("ignore::RuntimeWarning:triton.runtime.interpreter"),
+]
 
 SEED = 0x7EDCBA9876543210 >> 1
 
@@ -143,7 +148,7 @@ def launch(
     from torch_bwattn.backends.helion import backward, mask_grad, parts
 
     q, k, v = (tensor.detach() for tensor in (tensors.query, tensors.key, tensors.value))
-    batch, heads, rows, width = q.shape
+    batch, heads, rows = q.shape[:3]
     mask, dlse, do = tensors.mask, tensors.grad_lse, tensors.grad_out
     expanded = None if mask is None else mask.detach().expand(call.scores_shape)
     rng_state = torch.tensor([SEED]) if features.dropout else None
@@ -260,16 +265,17 @@ def test_rows_without_a_visible_key():
     results = check(features, call, tensors)
     assert not results.dq[:, 1, 3:20].any()
     tensors.mask[:] = False
-    for _, gradient in launch(features, call, tensors, references(call, tensors)[0]).items():
-        assert not gradient.any()
+    results = launch(features, call, tensors, references(call, tensors)[0])
+    assert not any(gradient.any() for gradient in (results.dq, results.dk, results.dv))
 
 
 def test_logits_far_from_0():
     features = Features(causal=True)
     call = problem(features, 50, 50, scale=0.25)
     tensors = build(call)
-    tensors.query[..., 0] = 1.0
-    tensors.key[..., 0] = -120.0 / call.scale
+    with torch.no_grad():
+        tensors.query[..., 0] = 1.0
+        tensors.key[..., 0] = -120.0 / call.scale
     check(features, call, tensors)
 
 
@@ -277,7 +283,8 @@ def test_a_nan_in_a_query_spoils_its_own_row_of_dq_only():
     features = Features()
     call = problem(features, 33, 40, kv_heads=2)
     tensors = build(call)
-    tensors.query[0, 1, 7, 3] = math.nan
+    with torch.no_grad():
+        tensors.query[0, 1, 7, 3] = math.nan
     forward = references(call, tensors)[0]
     results = launch(features, call, tensors, forward)
     spoiled = torch.zeros(1, 4, 33, dtype=torch.bool)
@@ -329,5 +336,5 @@ def test_one_kernel_serves_every_length():
     families = (backward.DELTA, backward.DKV, backward.DQ)
     bound = [len(family._bound) for family in families]
     for rows, keys, layout in ((1, 1, "bshd"), (16, 32, "stepped"), (0, 7, "contiguous"), (50, 3, "expanded_lead")):
-        check(features, problem(features, rows, keys, 2, 2, layouts=(layout,) * 3))
+        check(features, problem(features, rows, keys, kv_heads=2, layouts=(layout,) * 3))
     assert [len(family._bound) for family in families] == bound

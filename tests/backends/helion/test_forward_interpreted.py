@@ -27,7 +27,7 @@ SEED = 0x123456789ABCDEF
 
 @pytest.fixture(autouse=True, scope="module")
 def fast_row_maximum():
-    """Halves the time of these tests: Triton's interpreter takes a reduction that it does not know one pair at a time."""
+    """Halves the time: Triton's interpreter takes a reduction that it does not know one pair at a time."""
     if not loader.interpreting():
         yield
         return

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...layout import dense_strides, empty_like_order
+from ...layout import dense_strides
 from ...problem import Problem
 from ...target import capability
 from .. import reference
@@ -119,6 +119,10 @@ class _Backward:
         self.additive = problem.mask_dtype is not None and problem.mask_dtype != torch.bool
         self.configs = {kernel: config.helion() for kernel, config in configs.backward(problem).items()}
         self._launches: dict[str, Any] = {}
+        self._module: ModuleType | None = None
+        self._options: tuple[Any, ...] = ()
+        self._copies = 1
+        self._layouts: tuple[tuple[Any, Any], ...] = ()
 
     def __call__(self, x: BackwardInputs, wanted: tuple[bool, bool, bool, bool]) -> Grads:
         problem = self.problem
@@ -126,25 +130,32 @@ class _Backward:
             # The softmax over one key is constant: dq and dk are exactly those of lse, where delta would leave
             # rounding.
             return reference.backward(problem, x, wanted)
-        module = _kernels("backward")
-        mask = _expanded(problem, x.mask)
+        module = self._module or self._prepare(x)
+        q, k, v = x.q, x.k, x.v
+        mask = x.mask if x.mask is None else _expanded(problem, x.mask)
         terms = self._row_terms(module, x, mask)
-        operands = (x.q, x.k, x.v, mask, x.rng_state, x.grad_out, *terms)
-        options = module.options(**_switches(problem))
+        operands = (q, k, v, mask, x.rng_state, x.grad_out, *terms)
         dq = dk = dv = dmask = None
         if wanted[1] or wanted[2]:
-            dk, dv = _like(x.k), _like(x.v)
-            copies = module.row_copies_for(self.configs["dkv"])
-            self._run("dkv", module.DKV, (*operands, dk, dv, *options, copies))
+            dk, dv = k.new_empty_strided(*self._layouts[1]), v.new_empty_strided(*self._layouts[2])
+            self._run("dkv", module.DKV, (*operands, dk, dv, *self._options, self._copies))
         if wanted[0]:
-            dq = _like(x.q)
-            self._run("dq", module.DQ, (*operands, dq, *options))
+            dq = q.new_empty_strided(*self._layouts[0])
+            self._run("dq", module.DQ, (*operands, dq, *self._options))
         if wanted[3] and x.mask is not None:
-            dmask = self._mask_grad(x.mask, operands, options)
+            dmask = self._mask_grad(x.mask, operands)
         return dq, dk, dv, dmask
 
+    def _prepare(self, x: BackwardInputs) -> ModuleType:
+        """What every call shares: the kernels, their scalars, and the gradients' sizes and strides."""
+        module = self._module = _kernels("backward")
+        self._options = module.options(**_switches(self.problem))
+        self._copies = module.row_copies_for(self.configs["dkv"])
+        self._layouts = tuple((tuple(t.shape), dense_strides(t, t.shape)) for t in (x.q, x.k, x.v))
+        return module
+
     def _row_terms(self, module: ModuleType, x: BackwardInputs, mask: Tensor | None) -> tuple[Tensor | None, ...]:
-        scale, _, keep_scale, diagonal, causal = module.options(**_switches(self.problem))
+        scale, _, keep_scale, diagonal, causal = self._options
         lse = x.lse.contiguous()
         dlse = None if x.grad_lse is None else x.grad_lse.contiguous()
         norm, delta = torch.empty_like(lse), torch.empty_like(lse)
@@ -155,7 +166,7 @@ class _Backward:
         self._run("excess", module.EXCESS, (x.q, x.k, mask, norm, excess, scale, diagonal, causal))
         return norm, delta, excess
 
-    def _mask_grad(self, mask: Tensor, operands: tuple[Any, ...], options: tuple[Any, ...]) -> Tensor:
+    def _mask_grad(self, mask: Tensor, operands: tuple[Any, ...]) -> Tensor:
         """The gradient in the mask's own shape, through an fp32 buffer where the mask alone makes too few programs."""
         problem, module = self.problem, _kernels("mask_grad")
         scores = (problem.batch, problem.heads, problem.q_len, problem.kv_len)
@@ -163,7 +174,7 @@ class _Backward:
         partial = shape != tuple(mask.shape)
         grad = torch.empty(shape, dtype=torch.float32 if partial else mask.dtype, device=mask.device)
         sums = tuple(int(size == 1) for size in shape)
-        self._run("mask_grad", module.DMASK, (*operands, grad, *sums, *options))
+        self._run("mask_grad", module.DMASK, (*operands, grad, *sums, *self._options))
         if partial:
             grad = grad.sum_to_size(mask.shape).to(mask.dtype)
         return grad
@@ -173,8 +184,3 @@ class _Backward:
         if launch is None:
             launch = self._launches[kernel] = family.prepare(arguments, self.configs[kernel])
         launch(*arguments)
-
-
-def _like(tensor: Tensor) -> Tensor:
-    """An uninitialised gradient of a tensor, in its memory order."""
-    return empty_like_order(tensor, tensor.shape[3])

@@ -32,9 +32,10 @@ the five of a fused kernel, but no atomics: results are bitwise repeatable, no f
 kernel fits the registers. DKV computes S and dP transposed ([block_n, block_m]), because P^T and dS^T are then the left
 operands of dV and dK and stay in registers on their way there.
 
-Loops are split as in the forward. In DKV only the diagonal needs a comparison: queries past the end are loaded as zero
-rows (q = do = norm = delta = 0), whose P is 1 and whose share in dk and dv is 0, and keys past the end only spoil rows
-that are not stored. In DQ keys past the end do need one, as their P may overflow and infinity times zero is NaN.
+Loops are split as in the forward. In DKV only the diagonal needs a comparison for each score: queries past the end are
+loaded as zero rows (q = do = norm = delta = 0), whose P is 1 and whose share in dk and dv is 0, and keys past the end
+only spoil rows that are not stored. In DQ keys past the end do need one, as their P may overflow and infinity times
+zero is NaN.
 
 Data layout: q, dq [B, Hq, M, D]; k, dk [B, Hkv, N, D]; v, dv [B, Hkv, N, Dv]; o, do [B, Hq, M, Dv]; lse, dlse, norm,
 delta, excess [B, Hq, M] fp32; mask expanded to [B, Hq, M, N]. Any strides, 0 included. Query head ``h`` reads key head
@@ -87,8 +88,9 @@ def attention_delta(
     for i, h, b in hl.grid([(M + block_m - 1) // block_m, Hq, B]):
         row = i * block_m + hl.arange(block_m)
         inside = row < M
-        o_tile = hl.load(o, [b, h, row, slice(None)], extra_mask=inside[:, None]).to(torch.float32)
-        do_tile = hl.load(do, [b, h, row, slice(None)], extra_mask=inside[:, None]).to(torch.float32)
+        d_v = hl.arange(parts.padded_width(Dv))
+        o_tile = parts.load_rows(o, b, h, row, d_v, M, Dv, True).to(torch.float32)
+        do_tile = parts.load_rows(do, b, h, row, d_v, M, Dv, True).to(torch.float32)
         row_delta = (o_tile * do_tile).sum(-1)
         if dlse is not None:
             row_delta = row_delta - hl.load(dlse, [b, h, row], extra_mask=inside)
@@ -135,14 +137,15 @@ def attention_excess(
         large = (size > _LARGE_NORM) & (size < float("inf"))
         # Usually no row of the tile is large and the loop has no iterations.
         tiles = torch.amax(torch.where(large, 1, 0)) * ((N + block_n - 1) // block_n)
-        q_tile = hl.load(q, [b, h, row, slice(None)], extra_mask=inside[:, None])
+        d = hl.arange(parts.padded_width(D))
+        q_tile = parts.load_rows(q, b, h, row, d, M, D, True)
         hk = h // (Hq // Hkv)
         total = hl.full([block_m], 0.0, dtype=torch.float32)
         for j in hl.grid(tiles):
             col = j * block_n + hl.arange(block_n)
             bound = col < N
             mask_tile = parts.load_mask(mask, b, h, row, col, inside[:, None] & bound[None, :])
-            k_tile = hl.load(k, [b, hk, col, slice(None)], extra_mask=bound[:, None])
+            k_tile = parts.load_rows(k, b, hk, col, d, N, D, True)
             s = hl.dot(q_tile, k_tile.T, out_dtype=torch.float32)
             exponent = parts.masked_exponents(s * scale, mask, mask_tile)
             p = parts.exp_shifted(exponent, row_norm[:, None], mask)
@@ -200,54 +203,55 @@ def attention_dkv(
     for i, hk, b in hl.grid([(N + block_n - 1) // block_n, Hkv, B]):
         col = i * block_n + hl.arange(block_n)
         inside = col < N
-        k_tile = hl.load(k, [b, hk, col, slice(None)], extra_mask=inside[:, None])
-        v_tile = hl.load(v, [b, hk, col, slice(None)], extra_mask=inside[:, None])
-        dk_sum = torch.zeros_like(k_tile, dtype=torch.float32)
-        dv_sum = torch.zeros_like(v_tile, dtype=torch.float32)
+        d = hl.arange(parts.value_columns(Dv, D))
+        d_v = hl.arange(parts.value_columns(D, Dv))
+        k_tile = parts.load_rows(k, b, hk, col, d, N, D, True)
+        v_tile = parts.load_rows(v, b, hk, col, d_v, N, Dv, True)
+        dk_sum = hl.zeros([block_n, parts.value_columns(Dv, D)], dtype=torch.float32)
+        dv_sum = hl.zeros([block_n, parts.value_columns(D, Dv)], dtype=torch.float32)
         c = parts.exponent_scale(scale, mask)
         group = Hq // Hkv
         whole = M // block_m
-        start, stop = _diagonal_tiles(i * block_n, block_n, M, diagonal, causal, block_m)
+        start, stop = _edge_tiles(i * block_n, block_n, M, N, mask, diagonal, causal, block_m)
         edges = (M + block_m - 1) // block_m - whole + stop - start
         for g in hl.grid(group):
             h = hk * group + g
 
             for step in hl.grid(edges):
-                row = _positions(_edge_tile(step, start, stop, whole, causal), hl.arange(block_m))
+                row = _positions(_edge_tile(step, start, stop, whole), hl.arange(block_m))
                 bound = row < M
-                mask_tile = parts.load_mask(mask, b, h, row, col, bound[:, None] & inside[None, :])
-                q_tile = hl.load(q, [b, h, row, slice(None)], extra_mask=bound[:, None])
+                mask_t = parts.load_mask(mask, b, h, row[None, :], col[:, None], bound[None, :] & inside[:, None])
+                q_tile = parts.load_rows(q, b, h, row, d, M, D, True)
                 s_t = hl.dot(k_tile, q_tile.T, out_dtype=torch.float32)
                 row_norm = _row_values(norm, b, h, row, M, row_copies, block_m)
                 row_excess = _row_values(excess, b, h, row, M, row_copies, block_m)
-                p_t = _probabilities_t(s_t, c, row_norm, row_excess, mask, mask_tile)
+                p_t = _probabilities(s_t, c, row_norm, row_excess, mask, mask_t)
                 if causal:
                     p_t = torch.where((col - diagonal)[:, None] <= row[None, :], p_t, 0.0)
                 keep = _keep_t(rng_state, b * Hq + h, row, i, threshold, block_m, block_n)
-                do_tile = hl.load(do, [b, h, row, slice(None)], extra_mask=bound[:, None])
+                do_tile = parts.load_rows(do, b, h, row, d_v, M, Dv, True)
                 dv_sum = hl.dot(_kept(p_t, keep).to(do.dtype), do_tile, acc=dv_sum)
                 dp_t = _kept(hl.dot(v_tile, do_tile.T, out_dtype=torch.float32), keep)
-                ds_t = p_t * (dp_t - _row_values(delta, b, h, row, M, row_copies, block_m)[None, :])
+                ds_t = p_t * (dp_t - _row_values(delta, b, h, row, M, row_copies, block_m))
                 dk_sum = hl.dot(ds_t.to(q.dtype), q_tile, acc=dk_sum)
 
             for j in hl.grid(stop, whole):
                 row = j * block_m + hl.arange(block_m)
-                mask_tile = parts.load_mask(mask, b, h, row, col, inside[None, :])
-                q_tile = q[b, h, row, :]
+                mask_t = _whole_mask_tile_t(mask, b, h, row, col)
+                q_tile = parts.load_rows(q, b, h, row, d, M, D, False)
                 s_t = hl.dot(k_tile, q_tile.T, out_dtype=torch.float32)
                 row_norm = _row_values(norm, b, h, row, None, row_copies, block_m)
                 row_excess = _row_values(excess, b, h, row, None, row_copies, block_m)
-                p_t = _probabilities_t(s_t, c, row_norm, row_excess, mask, mask_tile)
+                p_t = _probabilities(s_t, c, row_norm, row_excess, mask, mask_t)
                 keep = _keep_t(rng_state, b * Hq + h, row, i, threshold, block_m, block_n)
-                do_tile = do[b, h, row, :]
+                do_tile = parts.load_rows(do, b, h, row, d_v, M, Dv, False)
                 dv_sum = hl.dot(_kept(p_t, keep).to(do.dtype), do_tile, acc=dv_sum)
                 dp_t = _kept(hl.dot(v_tile, do_tile.T, out_dtype=torch.float32), keep)
-                ds_t = p_t * (dp_t - _row_values(delta, b, h, row, None, row_copies, block_m)[None, :])
+                ds_t = p_t * (dp_t - _row_values(delta, b, h, row, None, row_copies, block_m))
                 dk_sum = hl.dot(ds_t.to(q.dtype), q_tile, acc=dk_sum)
 
-        dk_tile = (dk_sum * (scale * keep_scale)).to(dk.dtype)
-        hl.store(dk, [b, hk, col, slice(None)], dk_tile, extra_mask=inside[:, None])
-        hl.store(dv, [b, hk, col, slice(None)], (dv_sum * keep_scale).to(dv.dtype), extra_mask=inside[:, None])
+        parts.store_rows(dk, b, hk, col, d, N, D, dk_sum * (scale * keep_scale))
+        parts.store_rows(dv, b, hk, col, d_v, N, Dv, dv_sum * keep_scale)
 
 
 def attention_dq(
@@ -298,61 +302,80 @@ def attention_dq(
         row = tile * block_m + hl.arange(block_m)
         inside = row < M
         hk = h // (Hq // Hkv)
-        q_tile = hl.load(q, [b, h, row, slice(None)], extra_mask=inside[:, None])
-        do_tile = hl.load(do, [b, h, row, slice(None)], extra_mask=inside[:, None])
-        row_norm = hl.load(norm, [b, h, row], extra_mask=inside)
-        row_delta = hl.load(delta, [b, h, row], extra_mask=inside)
-        row_excess = _row_values(excess, b, h, row, M, 1, block_m)
-        dq_sum = torch.zeros_like(q_tile, dtype=torch.float32)
+        d = hl.arange(parts.value_columns(Dv, D))
+        d_v = hl.arange(parts.value_columns(D, Dv))
+        q_tile = parts.load_rows(q, b, h, row, d, M, D, True)
+        do_tile = parts.load_rows(do, b, h, row, d_v, M, Dv, True)
+        row_norm = _column_values(norm, b, h, row, M)
+        row_delta = _column_values(delta, b, h, row, M)
+        row_excess = _column_values(excess, b, h, row, M)
+        dq_sum = hl.zeros([block_m, parts.value_columns(Dv, D)], dtype=torch.float32)
         c = parts.exponent_scale(scale, mask)
         full, stop = parts.key_tiles(tile * block_m, tile * block_m + block_m - 1, N, diagonal, causal, block_n)
 
         for j in hl.grid(full):
             col = j * block_n + hl.arange(block_n)
             mask_tile = parts.load_mask(mask, b, h, row, col, inside[:, None])
-            k_tile = k[b, hk, col, :]
+            k_tile = parts.load_rows(k, b, hk, col, d, N, D, False)
+            v_tile = parts.load_rows(v, b, hk, col, d_v, N, Dv, False)
             s = hl.dot(q_tile, k_tile.T, out_dtype=torch.float32)
-            dp = hl.dot(do_tile, v[b, hk, col, :].T, out_dtype=torch.float32)
+            dp = hl.dot(do_tile, v_tile.T, out_dtype=torch.float32)
             p = _probabilities(s, c, row_norm, row_excess, mask, mask_tile)
             dp = _kept(dp, _keep(rng_state, b * Hq + h, row, j, threshold, block_m, block_n))
-            ds = p * (dp - row_delta[:, None])
+            ds = p * (dp - row_delta)
             dq_sum = hl.dot(ds.to(k.dtype), k_tile, acc=dq_sum)
 
         for j in hl.grid(full, stop):
             col = j * block_n + hl.arange(block_n)
             bound = col < N
             mask_tile = parts.load_mask(mask, b, h, row, col, inside[:, None] & bound[None, :])
-            k_tile = hl.load(k, [b, hk, col, slice(None)], extra_mask=bound[:, None])
-            v_tile = hl.load(v, [b, hk, col, slice(None)], extra_mask=bound[:, None])
+            k_tile = parts.load_rows(k, b, hk, col, d, N, D, True)
+            v_tile = parts.load_rows(v, b, hk, col, d_v, N, Dv, True)
             s = hl.dot(q_tile, k_tile.T, out_dtype=torch.float32)
             dp = hl.dot(do_tile, v_tile.T, out_dtype=torch.float32)
             p = _probabilities(s, c, row_norm, row_excess, mask, mask_tile)
             p = torch.where(parts.visible(row[:, None], col[None, :], N, diagonal, causal), p, 0.0)
             dp = _kept(dp, _keep(rng_state, b * Hq + h, row, j, threshold, block_m, block_n))
-            ds = p * (dp - row_delta[:, None])
+            ds = p * (dp - row_delta)
             dq_sum = hl.dot(ds.to(k.dtype), k_tile, acc=dq_sum)
 
-        dq_tile = (dq_sum * (scale * keep_scale)).to(dq.dtype)
-        hl.store(dq, [b, h, row, slice(None)], dq_tile, extra_mask=inside[:, None])
+        parts.store_rows(dq, b, h, row, d, M, D, dq_sum * (scale * keep_scale))
 
 
-def _diagonal_tiles(
-    first_col: Int, block_n: Int, rows: Int, diagonal: Int, causal: bool, block_m: Int
+def _edge_tiles(
+    first_col: Int,
+    block_n: Int,
+    rows: Int,
+    keys: Int,
+    mask: torch.Tensor | None,
+    diagonal: Int,
+    causal: bool,
+    block_m: Int,
 ) -> tuple[Any, Any]:
-    """The query tiles ``[start, stop)`` in which some query sees only some of ``block_n`` keys, as integers or scalars.
+    """The query tiles ``[start, stop)`` in which a tile of keys needs bounds, as integers or scalars on the device.
 
-    The ragged last tile is never among them: it has its own place in the loops.
+    They lie on the diagonal. With a mask they are all visible ones when the tile of keys is ragged: a bound on keys,
+    which Triton cannot relate to the mask's alignment, would make it load every tile of the mask element by element.
+
+    The ragged last tile of queries is never among them: it has its own place in the loops.
     """
-    if not causal:
+    if not causal and mask is None:
         return 0, 0
-    full: Any
-    start, full, _ = parts.query_tiles(first_col, first_col + block_n - 1, rows, diagonal, causal, block_m)
-    return start, torch.minimum(full, torch.zeros_like(full) + rows // block_m)
+    zero = hl.full([], 0, dtype=torch.int32)
+    whole = zero + rows // block_m
+    start: Any = zero
+    stop: Any = zero
+    if causal:
+        start, stop, _ = parts.query_tiles(first_col, first_col + block_n - 1, rows, diagonal, causal, block_m)
+        stop = torch.minimum(stop, whole)
+    if mask is not None:
+        stop = torch.where(zero + (first_col + block_n) > keys, whole, stop)
+    return start, stop
 
 
-def _edge_tile(step: Int, start: Any, stop: Any, last: Int, causal: bool) -> Any:
+def _edge_tile(step: Int, start: Any, stop: Any, last: Int) -> Any:
     """The ``step``-th of the tiles ``start .. stop - 1, last``."""
-    if not causal:
+    if not isinstance(start, torch.Tensor):
         # `step` is 0 here; a position that visibly depends on it keeps Triton from hoisting the loads out of the loop.
         return last + step
     source = "tl.cast(tl.where({0} < {2} - {1}, {0} + {1}, {3}), tl.int32)"
@@ -368,59 +391,50 @@ def _positions(tile: Any, offsets: torch.Tensor) -> torch.Tensor:
     return hl.inline_triton("{0} * {1}.shape[0] + {1}", (tile, offsets), offsets)
 
 
+def _whole_mask_tile_t(mask: torch.Tensor | None, b: Int, h: Int, row: torch.Tensor, col: torch.Tensor) -> Any:
+    """A transposed tile of the mask that needs no bounds, None without a mask.
+
+    Loaded as it is needed: a tile transposed after its load goes through shared memory between barriers instead of
+    arriving there asynchronously (bool mask, D=128: 669 instead of 494 instructions in the loop).
+    """
+    return None if mask is None else hl.load(mask, [b, h, row.unsqueeze(0), col.unsqueeze(1)])
+
+
 def _row_values(
     values: torch.Tensor | None, b: Int, h: Int, row: torch.Tensor, rows: Int | None, copies: int, block_m: Int
 ) -> Any:
-    """``values[b, h, row]`` (None of None), 0 where ``row >= rows`` unless that is None, loaded ``copies`` times.
+    """``values[b, h, row]`` as a row, 0 where ``row >= rows`` (None: nowhere), loaded ``copies`` times; None of None.
 
     See :func:`row_copies_for` for why.
     """
     if values is None:
         return None
     if copies == 1:
-        return hl.load(values, [b, h, row], extra_mask=None if rows is None else row < rows)
+        return hl.load(values, [b, h, row], extra_mask=None if rows is None else row < rows).unsqueeze(0)
     index = row.unsqueeze(0) + torch.zeros_like(hl.arange(copies)).unsqueeze(1)
     tile = hl.load(values, [b, h, index], extra_mask=None if rows is None else index < rows).T
     while copies > 2:
         copies //= 2
         tile, _ = hl.split(tile.reshape([block_m, copies, 2]))
-    return hl.split(tile)[0]
+    return hl.split(tile)[0].unsqueeze(0)
 
 
-def _exponentials(
-    s: torch.Tensor, c: float, norm: torch.Tensor, excess: torch.Tensor | None, mask_tile: Any
-) -> torch.Tensor:
-    """exp(scores - norm - excess), all operands shaped alike; without an additive mask in base 2."""
-    if excess is None:
-        return torch.exp2(s * c - norm)
-    return torch.exp2((s * c + mask_tile.to(torch.float32) - norm) * parts.LOG2E - excess)
+def _column_values(values: torch.Tensor | None, b: Int, h: Int, row: torch.Tensor, rows: Int) -> Any:
+    """``values[b, h, row]`` as a column, 0 where ``row >= rows``; None of None."""
+    return None if values is None else hl.load(values, [b, h, row], extra_mask=row < rows).unsqueeze(1)
 
 
 def _probabilities(
-    s: torch.Tensor,
-    c: float,
-    norm: torch.Tensor,
-    excess: torch.Tensor | None,
-    mask: torch.Tensor | None,
-    mask_tile: Any,
+    s: torch.Tensor, c: float, norm: torch.Tensor, excess: Any, mask: torch.Tensor | None, mask_tile: Any
 ) -> torch.Tensor:
-    """P of a tile of products q . k, before the causal mask."""
-    p = _exponentials(s, c, norm.unsqueeze(1), None if excess is None else excess.unsqueeze(1), mask_tile)
-    return p if mask is None or parts.additive(mask) else torch.where(mask_tile, p, 0.0)
+    """P of a tile of products q . k, before the causal mask.
 
-
-def _probabilities_t(
-    s_t: torch.Tensor,
-    c: float,
-    norm: torch.Tensor,
-    excess: torch.Tensor | None,
-    mask: torch.Tensor | None,
-    mask_tile: Any,
-) -> torch.Tensor:
-    """As :func:`_probabilities`, for a transposed tile of products (the mask's tile is not transposed)."""
-    mask_t: Any = None if mask_tile is None else mask_tile.T
-    p_t = _exponentials(s_t, c, norm.unsqueeze(0), None if excess is None else excess.unsqueeze(0), mask_t)
-    return p_t if mask is None or parts.additive(mask) else torch.where(mask_t, p_t, 0.0)
+    The tile may be transposed; so are then ``norm`` and ``excess`` (a row instead of a column) and ``mask_tile``.
+    """
+    if parts.additive(mask):
+        return torch.exp2((s * c + mask_tile.to(torch.float32) - norm) * parts.LOG2E - excess)
+    p = torch.exp2(s * c - norm)
+    return p if mask is None else torch.where(mask_tile, p, 0.0)
 
 
 def _keep(

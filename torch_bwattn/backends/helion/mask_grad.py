@@ -24,7 +24,7 @@ import helion.language as hl
 import torch
 
 from . import parts, runtime
-from .backward import _keep, _kept, _probabilities
+from .backward import _column_values, _keep, _kept, _probabilities
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -95,6 +95,8 @@ def attention_dmask(
         visits_m = 1 + sum_m * ((M + block_m - 1) // block_m - 1)
         visits_n = 1 + sum_n * ((N + block_n - 1) // block_n - 1)
         c = parts.exponent_scale(scale, mask)
+        d = hl.arange(parts.padded_width(D))
+        d_v = hl.arange(parts.padded_width(Dv))
         total = hl.zeros([block_m, block_n], dtype=torch.float32)
         for b in hl.grid(bm, bm + visits_b):
             for h in hl.grid(hm, hm + visits_h):
@@ -102,24 +104,24 @@ def attention_dmask(
                 for i in hl.grid(tile_m, tile_m + visits_m):
                     row = i * block_m + hl.arange(block_m)
                     inside = row < M
-                    q_tile = hl.load(q, [b, h, row, slice(None)], extra_mask=inside[:, None])
-                    do_tile = hl.load(do, [b, h, row, slice(None)], extra_mask=inside[:, None])
-                    row_norm = hl.load(norm, [b, h, row], extra_mask=inside)
-                    row_excess = hl.load(excess, [b, h, row], extra_mask=inside)
-                    row_delta = hl.load(delta, [b, h, row], extra_mask=inside)
+                    q_tile = parts.load_rows(q, b, h, row, d, M, D, True)
+                    do_tile = parts.load_rows(do, b, h, row, d_v, M, Dv, True)
+                    row_norm = _column_values(norm, b, h, row, M)
+                    row_excess = _column_values(excess, b, h, row, M)
+                    row_delta = _column_values(delta, b, h, row, M)
                     for j in hl.grid(tile_n, tile_n + visits_n):
                         col = j * block_n + hl.arange(block_n)
                         bound = col < N
                         mask_tile = parts.load_mask(mask, b, h, row, col, inside[:, None] & bound[None, :])
-                        k_tile = hl.load(k, [b, hk, col, slice(None)], extra_mask=bound[:, None])
-                        v_tile = hl.load(v, [b, hk, col, slice(None)], extra_mask=bound[:, None])
+                        k_tile = parts.load_rows(k, b, hk, col, d, N, D, True)
+                        v_tile = parts.load_rows(v, b, hk, col, d_v, N, Dv, True)
                         s = hl.dot(q_tile, k_tile.T, out_dtype=torch.float32)
                         dp = hl.dot(do_tile, v_tile.T, out_dtype=torch.float32)
                         p = _probabilities(s, c, row_norm, row_excess, mask, mask_tile)
                         # Keys past the end have a P of their own that must not count. Queries past the end have dS = 0.
                         p = torch.where(parts.visible(row[:, None], col[None, :], N, diagonal, causal), p, 0.0)
                         dp = _kept(dp, _keep(rng_state, b * Hq + h, row, j, threshold, block_m, block_n))
-                        total = total + p * (dp - row_delta[:, None])
+                        total = total + p * (dp - row_delta)
         total = total * keep_scale
         zero = hl.full([], 0, dtype=torch.int32)
         total = torch.where(zero + sum_m != 0, total.sum(0)[None, :], total)
