@@ -179,10 +179,10 @@ def padded_width(width: int) -> int:
 def value_columns(width: int, value_width: int) -> int:
     """Columns of the forward value tile: a power of two that holds ``value_width``, 64 or more beside wide keys.
 
-    With fewer (16 or 32) than the keys have, and rows off 16-byte boundaries, the compiled kernel was wrong: measured on
-    the H200 with triton 3.6, fp16, every pair of widths out of 16, 32, 64, 128, 256. Outputs were silently wrong at
-    (32, 16), (64, 16) and (64, 32), and from 128 on shared memory was read out of bounds; no other pair was, nor any
-    with rows on the boundaries.
+    With fewer (16 or 32) than the keys have, and rows off 16-byte boundaries, the compiled kernel was wrong: measured
+    on the H200 with triton 3.6, fp16, every pair of widths out of 16, 32, 64, 128, 256. Outputs were silently wrong at
+    (32, 16), (64, 16) and (64, 32), and from 128 on shared memory was read out of bounds; no other pair was wrong, nor
+    any with rows on the boundaries.
     """
     return max(padded_width(value_width), min(64, padded_width(width)))
 
