@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from .ops.composite import autocast
-from .problem import check_flags, check_tensors, describe, normalize
+from .problem import check_flags, check_tensors, describe, normalize, resolve_bias
 from .selection.choose import Plan, plan
 from .selection.pin import pinned
 
@@ -65,7 +65,7 @@ def sdpa(
         key: ``[..., Hkv, Skv, D]``, the query's dtype; leading dimensions broadcast.
         value: ``[..., Hkv, Skv, Dv]``, likewise; ``Dv`` may differ from ``D``.
         attn_mask: broadcasts to ``[..., Hq, Sq, Skv]``: bool (True keeps a score), or added to the scores in the
-            query's dtype or float32. A row that sees nothing gives 0.
+            query's dtype or float32. A row that sees nothing gives 0. Or a ``torch.nn.attention.bias.CausalBias``.
         dropout_p: probability in [0, 1] of dropping a softmax weight; applied whenever it is above 0, there is no
             training flag. The seed comes from the device's default generator.
         is_causal: query i sees key j when ``j <= i`` (see ``causal_alignment``). Excludes ``attn_mask``.
@@ -87,6 +87,7 @@ def sdpa(
     """
     check_tensors(query, key, value, attn_mask)
     check_flags(is_causal, enable_gqa)
+    attn_mask, is_causal, causal_alignment = resolve_bias(query, key, attn_mask, is_causal, causal_alignment)
     op = torch.ops.bwattn.sdpa_with_lse if return_lse else torch.ops.bwattn.sdpa
     result: Tensor | tuple[Tensor, Tensor] = op(
         query, key, value, attn_mask, dropout_p, is_causal,
@@ -146,6 +147,7 @@ def explain(
     """
     check_tensors(query, key, value, attn_mask)
     check_flags(is_causal, enable_gqa)
+    attn_mask, is_causal, causal_alignment = resolve_bias(query, key, attn_mask, is_causal, causal_alignment)
     q, k, v, mask = autocast(query, key, value, attn_mask)
     call = normalize(q, k, v, mask, dropout_p, is_causal, scale, enable_gqa, causal_alignment)  # type: ignore[arg-type]
     mask_grad = call.mask is not None and call.mask.requires_grad

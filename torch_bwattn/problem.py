@@ -8,6 +8,7 @@ same text.
 from __future__ import annotations
 
 import math
+import sys
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -56,6 +57,39 @@ def check_tensors(query: object, key: object, value: object, attn_mask: object) 
             raise TypeError(expected(name, "a dense (strided) tensor", "nested" if tensor.is_nested else tensor.layout))
 
 
+def resolve_bias(
+    query: Tensor, key: Tensor, attn_mask: Tensor | None, is_causal: bool, causal_alignment: str
+) -> tuple[Tensor | None, bool, str]:
+    """``(attn_mask, is_causal, causal_alignment)`` with a ``CausalBias`` mask replaced by the causality it names.
+
+    Raises:
+        ValueError: a bias together with ``is_causal``, or a lower-right bias made for other lengths.
+    """
+    if attn_mask is None or type(attn_mask) is Tensor:
+        return attn_mask, is_causal, causal_alignment
+    from torch.nn.attention.bias import CausalBias, CausalVariant  # here, not above: it imports all of Dynamo
+
+    if not isinstance(attn_mask, CausalBias):
+        return attn_mask, is_causal, causal_alignment
+    if is_causal:
+        raise ValueError(expected("is_causal", "False with a CausalBias as attn_mask", is_causal))
+    made_for = (attn_mask.seq_len_q, attn_mask.seq_len_kv)
+    if attn_mask.variant != CausalVariant.LOWER_RIGHT or made_for[0] == made_for[1]:
+        return None, True, "top_left"
+    if made_for != (query.shape[-2], key.shape[-2]):
+        sizes = f"sizes ({query.shape[-2]}, {key.shape[-2]}), the query's and key's lengths"
+        raise ValueError(expected("attn_mask", sizes, f"CausalBias of {made_for}"))
+    return None, True, "bottom_right"
+
+
+def _check_no_bias(attn_mask: Tensor | None) -> None:
+    """Refuse a ``CausalBias`` at the operators: its own memory holds nothing."""
+    module = sys.modules.get("torch.nn.attention.bias")
+    if module is not None and isinstance(attn_mask, module.CausalBias):
+        wanted = "a Tensor or None (torch_bwattn.sdpa and the patch take a CausalBias)"
+        raise TypeError(expected("attn_mask", wanted, "CausalBias"))
+
+
 def normalize(
     query: Tensor,
     key: Tensor,
@@ -88,6 +122,7 @@ def normalize(
         ValueError: any other misuse.
     """
     check_tensors(query, key, value, attn_mask)
+    _check_no_bias(attn_mask)
     _check_operands(query, key, value)
     _check_options(attn_mask is not None, dropout_p, is_causal, causal_alignment)
     head_dim = query.shape[-1]

@@ -8,13 +8,16 @@ Every test, benchmark, tuner and self-check of this package judges a result by o
 (:func:`pt_reference`), ``factor`` is 2 for outputs and 3 for gradients, and
 ``floor = 2 * max|(ref + 0.3 - 0.3) - ref|`` in the precision of the result.
 
-``rounding`` is zero unless the caller passes a figure, and :func:`judge` passes one only for problems small enough for
-:func:`oracle` to compute it. It is needed there because ``max|pt - ref|`` over a handful of elements can be zero by
-luck or by structure, which would ask for bitwise equality. With one visible key, for example, ``pt`` has ``dQ == 0``
-exactly, while every algorithm that forms ``dS = P * (dP - rowsum(O * dO))`` subtracts two sums taken in different
-orders: PyTorch's own fused CPU attention breaks the bare rule on two fifths of the fp32 problems with one to three
-keys. The figure is the first-order size of the roundings that any such algorithm makes (see :func:`_rounding`), and
-falls below the floor as the problem grows.
+``rounding`` is zero unless the caller passes a figure. :func:`judge` passes the one that :func:`oracle` computes where
+a score matrix has at most 2**22 elements: the first-order size of the roundings that a fused attention makes (see
+:func:`_rounding`), about as large as the rest of the bound. ``max|pt - ref|`` alone does not say what such an algorithm
+can reach: over a handful of elements it can be zero by luck or by structure. With one visible key, for example, ``pt``
+has ``dQ == 0`` exactly, while every algorithm that forms ``dS = P * (dP - rowsum(O * dO))`` subtracts two sums taken
+in different orders. PyTorch's own fused CPU attention breaks the bare rule on two fifths of the fp32 problems with one
+to three keys, and on one in fifty with a thousand.
+
+The LSE of fp16 and bf16 inputs is allowed a quarter of their unit roundoff besides: its error is a relative error of P,
+which is held in that precision itself.
 
 Nothing here needs hypothesis or pytest.
 """
@@ -42,7 +45,9 @@ __all__ = [
 OUTPUT_FACTOR = 2.0
 GRADIENT_FACTOR = 3.0
 
-_ROUNDING_MAX_SCORES = 1 << 21
+_ROUNDING_MAX_SCORES = 1 << 22
+_SWAMPED = 1e6
+_LSE_ITEMSIZE = 4
 _CHUNK_BYTES = 1 << 28
 _RESULT_NAMES = ("out", "lse", "dq", "dk", "dv", "dmask")
 
@@ -286,9 +291,13 @@ def oracle(
     if mask is not None and mask.dtype != torch.bool:
         mask = mask.double()
     results = _chunked(call, tensors, mask, keep_mask, grad_out, grad_lse, needs_mask_grad, chunk_bytes)
-    scores = math.prod(_batch_shape(call, *tensors)) * query.shape[-2] * key.shape[-2]
-    if 0 < scores <= _ROUNDING_MAX_SCORES:
+    plane = query.shape[-2] * key.shape[-2]
+    if 0 < plane <= _ROUNDING_MAX_SCORES:
         results.rounding = _rounding(call, query.dtype, tensors, mask, keep_mask, grad_out, grad_lse, results)
+    if query.dtype.itemsize < _LSE_ITEMSIZE:
+        # An error of the LSE is a relative error of P, which is held in the inputs' precision itself.
+        slack = torch.finfo(query.dtype).eps / 8
+        results.rounding["lse"] = max(results.rounding.get("lse", 0.0), slack)
     return results
 
 
@@ -529,7 +538,7 @@ def _rounding(
     The model has two unit roundoffs: ``u`` of the input dtype, for P and dS cast before their matrix products and for
     O as stored, and ``a`` of the accumulator. Independent roundings add in squares, those shared by a row as they are:
 
-        score       e_s    = a * (|s| + scale * ||q o k||)
+        score       e_s    = a * (2 * |s| + scale * ||q o k||)
         LSE         e_l    = a * (1 + 2 * |lse|) + ||P o e_s||
         P           rho    = u + e_s + 4 * a              (4 units: a vectorised exp), and e_l for the whole row
         O           e_o    = ||P o rho o V|| + (u + e_l) * |O|
@@ -543,22 +552,78 @@ def _rounding(
     eps = torch.finfo(dtype).eps / 2
     acc = torch.finfo(call.dtype if dtype == torch.float64 else torch.float32).eps / 2
     query, key, value = tensors
+    batch, rows, columns = _batch_shape(call, *tensors), query.shape[-2], key.shape[-2]
+    group = query.shape[-3] // key.shape[-3] if call.enable_gqa and key.shape[-3] else 1
+    whole = slice(0, max(columns, query.shape[-1], value.shape[-1]))
+    targets = {name: tensor for name, tensor in results.items() if tensor.numel()}
+    squares = {name: torch.zeros_like(tensor) for name, tensor in targets.items()}
+    for index in _chunks(batch, rows, columns, _ROUNDING_MAX_SCORES, group):
+        lead, row = index[:-1], index[-1]
+        q_region = _region(query, (*lead, row, whole))
+        kv_lead = _kv_heads(lead, key, group) if call.enable_gqa else lead
+        regions = {name: _region(tensor, (*lead, row, whole)) for name, tensor in targets.items()}
+        regions["lse"] = index
+        for name, tensor in (("dk", key), ("dv", value)):
+            regions[name] = _region(tensor, (*kv_lead, whole, whole))
+        shown = None
+        if call.is_causal:
+            shown = _visible(call, row, rows, columns, query.device)
+        elif mask is not None:
+            shown = mask[_region(mask, (*lead, row, whole))]
+        figures = _roundings(
+            call,
+            (eps, acc),
+            [query[q_region], key[regions["dk"]], value[regions["dv"]]],
+            shown,
+            None if keep is None else keep[_region(keep, (*lead, row, whole))],
+            *(None if grad is None else grad[index] for grad in (grad_out, grad_lse)),
+            with_gradients=results.dq is not None,
+        )
+        for name, square in squares.items():
+            part = square[regions[name]]
+            figure = torch.where(torch.isfinite(figures[name]), figures[name], 0.0).square()
+            if name in ("dk", "dv") and call.enable_gqa:
+                figure = figure.unflatten(-3, (part.shape[-3], -1)).sum(-3)
+            # What was broadcast is summed, so its squares are.
+            figure = figure.expand(torch.broadcast_shapes(figure.shape, part.shape)).sum_to_size(part.shape)
+            square[regions[name]] += figure
+    rounding = {}
+    for name, target in targets.items():
+        stored = (acc if name == "lse" else eps) * torch.where(torch.isfinite(target), target, 0.0).abs()
+        rounding[name] = float((squares[name].sqrt() + stored).amax())
+    return rounding
+
+
+def _roundings(
+    call: _Call,
+    units: tuple[float, float],
+    tensors: list[torch.Tensor],
+    shown: torch.Tensor | None,
+    keep: torch.Tensor | None,
+    grad_out: torch.Tensor | None,
+    grad_lse: torch.Tensor | None,
+    *,
+    with_gradients: bool,
+) -> dict[str, torch.Tensor]:
+    """The figures of :func:`_rounding` for one chunk, by result, before they are summed over what was broadcast."""
+    eps, acc = units
+    query, key, value = tensors
     scale = abs(call.true_scale(query.shape[-1])) if query.shape[-1] else 0.0
-    shown = mask
-    if call.is_causal:
-        shown = _visible(call, slice(0, query.shape[-2]), query.shape[-2], key.shape[-2], query.device)
     scores = _scores(call, query, key, shown)
     lse = _lse(scores).unsqueeze(-1)
     dead = lse == -math.inf
     p = torch.exp(scores - lse.masked_fill(dead, 0.0)).nan_to_num(0.0)
     wide_k, wide_v = _repeat_heads(call, query, key, value)
-    size = torch.where(scores.isfinite(), scores, 0.0).abs()
+
+    def bounded(size: torch.Tensor) -> torch.Tensor:
+        # A mask of finfo.min makes scores that swamp everything else alike in every precision: no rounding there.
+        return torch.where(size.abs() < _SWAMPED, size, 0.0).abs()
 
     def norm(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
         return (left.square() @ right.square()).sqrt()
 
-    e_s = acc * (2 * size + scale * norm(query, wide_k.mT))
-    e_l = acc * (1 + 2 * torch.where(dead, 0.0, lse).abs()) + (p * e_s).norm(dim=-1, keepdim=True)
+    e_s = acc * (2 * bounded(scores) + scale * norm(query, wide_k.mT))
+    e_l = acc * (1 + 2 * bounded(lse)) + (p * e_s).norm(dim=-1, keepdim=True)
     rho = eps + e_s + 4 * acc
     dropped = p
     if call.dropout_p >= 1.0:
@@ -567,31 +632,20 @@ def _rounding(
         dropped = p * keep / (1 - call.dropout_p)
     out = dropped @ wide_v
     e_o = norm(dropped * rho, wide_v) + (eps + e_l) * out.abs()
-    figures: dict[str, torch.Tensor] = {"out": e_o, "lse": e_l.masked_fill(dead, 0.0).squeeze(-1)}
-    if results.dq is not None:
-        do = torch.zeros_like(out) if grad_out is None else grad_out.double()
-        dlse = torch.zeros_like(lse) if grad_lse is None else grad_lse.double().unsqueeze(-1)
-        delta = (out * do).sum(-1, keepdim=True) - dlse
-        ratio = torch.where(p > 0, dropped / p.clamp_min(torch.finfo(torch.float64).tiny), 0.0)
-        ds = p * (ratio * (do @ wide_v.mT) - delta)
-        e_d = (e_o * do).norm(dim=-1, keepdim=True) + acc * (delta.abs() + dlse.abs())
-        own = ds.abs() * (eps + rho) + p * acc * ratio * norm(do, wide_v.mT)
-        shared = p * e_d + ds.abs() * e_l
-        by_row = e_d * (p @ wide_k).abs() + e_l * (ds @ wide_k).abs()
-        figures["dq"] = scale * (norm(own, wide_k) + by_row)
-        figures["dk"] = scale * norm((own + shared).mT, query)
-        figures["dv"] = norm((dropped * (rho + e_l)).mT, do)
-        figures["dmask"] = own + shared
-    rounding = {}
-    for name, figure in figures.items():
-        target = getattr(results, name)
-        if target is None or target.numel() == 0:
-            continue
-        square = torch.where(torch.isfinite(figure), figure, 0.0).square()
-        if name in ("dk", "dv") and call.enable_gqa:
-            square = square.unflatten(-3, (target.shape[-3], -1)).sum(-3)
-        # What was broadcast is summed, so its squares are.
-        square = square.expand(torch.broadcast_shapes(square.shape, target.shape)).sum_to_size(target.shape)
-        stored = eps * torch.where(torch.isfinite(target), target, 0.0).abs()
-        rounding[name] = float((square.sqrt() + stored).amax())
-    return rounding
+    figures = {"out": e_o, "lse": e_l.masked_fill(dead, 0.0).squeeze(-1)}
+    if not with_gradients:
+        return figures
+    do = torch.zeros_like(out) if grad_out is None else grad_out.double()
+    dlse = torch.zeros_like(lse) if grad_lse is None else grad_lse.double().unsqueeze(-1)
+    delta = (out * do).sum(-1, keepdim=True) - dlse
+    ratio = torch.where(p > 0, dropped / p.clamp_min(torch.finfo(torch.float64).tiny), 0.0)
+    ds = p * (ratio * (do @ wide_v.mT) - delta)
+    e_d = (e_o * do).norm(dim=-1, keepdim=True) + acc * (delta.abs() + dlse.abs())
+    own = ds.abs() * (eps + rho) + p * acc * ratio * norm(do, wide_v.mT)
+    shared = p * e_d + ds.abs() * e_l
+    by_row = e_d * (p @ wide_k).abs() + e_l * (ds @ wide_k).abs()
+    figures["dq"] = scale * (norm(own, wide_k) + by_row)
+    figures["dk"] = scale * norm((own + shared).mT, query)
+    figures["dv"] = norm((dropped * (rho + e_l)).mT, do)
+    figures["dmask"] = own + shared
+    return figures

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from contextlib import ContextDecorator
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -13,11 +13,7 @@ from torch import Tensor
 from torch.overrides import handle_torch_function, has_torch_function
 
 from ..api import sdpa
-from ..errors import expected
 from ..ops.primitive import count_call
-
-if TYPE_CHECKING:
-    from torch.nn.attention.bias import CausalBias
 
 _original = F.scaled_dot_product_attention
 _lock = threading.Lock()
@@ -40,6 +36,10 @@ def _restricted() -> bool:
 _restricted._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
+def _nested(argument: object) -> bool:
+    return isinstance(argument, Tensor) and argument.is_nested
+
+
 def scaled_dot_product_attention(
     query: Tensor,
     key: Tensor,
@@ -53,51 +53,26 @@ def scaled_dot_product_attention(
     """What stands in for ``F.scaled_dot_product_attention``: same arguments, same values, the best kernel.
 
     A ``CausalBias`` becomes the causal alignment that it names. Inside an ``sdpa_kernel`` context (or with one of
-    PyTorch's attention backends disabled) the caller has chosen a kernel of PyTorch's, and gets it.
+    PyTorch's attention backends disabled) the caller has chosen a kernel of PyTorch's, and gets it; so do nested
+    tensors, which the op does not take.
     """
-    if attn_mask is not None and type(attn_mask) is not Tensor:
-        from torch.nn.attention.bias import CausalBias  # here, not above: it imports all of Dynamo
-
-        if isinstance(attn_mask, CausalBias):
-            return _with_bias(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
-    if has_torch_function((query, key, value, attn_mask)):
+    bias = attn_mask is not None and type(attn_mask).__name__ == "CausalBias"
+    if not bias and has_torch_function((query, key, value, attn_mask)):
         result: Tensor = handle_torch_function(
             scaled_dot_product_attention, (query, key, value, attn_mask), query, key, value,
             attn_mask=attn_mask, dropout_p=dropout_p, is_causal=is_causal, scale=scale, enable_gqa=enable_gqa,
         )  # fmt: skip
         return result
-    if _restricted():
+    if _restricted() or _nested(query) or _nested(key) or _nested(value):
         count_call("pytorch")
-        return _original(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
-    return sdpa(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
+        call: Any = _original
+        if bias:
+            from torch.nn.attention.bias import CausalBias  # here, not above: it imports all of Dynamo
 
-
-def _with_bias(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    bias: CausalBias,
-    dropout_p: float,
-    is_causal: bool,
-    scale: float | None,
-    enable_gqa: bool,
-) -> Tensor:
-    from torch.nn.attention.bias import CausalBias, CausalVariant
-
-    if is_causal:
-        raise ValueError(expected("is_causal", "False with a CausalBias as attn_mask", is_causal))
-    if _restricted():
-        count_call("pytorch")
-        chosen: Tensor = CausalBias._dispatch(query, key, value, bias, dropout_p, False, scale, enable_gqa)
+            call = CausalBias._dispatch
+        chosen: Tensor = call(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
         return chosen
-    lower_right = bias.variant == CausalVariant.LOWER_RIGHT and bias.seq_len_q != bias.seq_len_kv
-    if lower_right and (bias.seq_len_q, bias.seq_len_kv) != (query.shape[-2], key.shape[-2]):
-        sizes = f"sizes ({query.shape[-2]}, {key.shape[-2]}), the query's and key's lengths"
-        raise ValueError(expected("attn_mask", sizes, f"CausalBias of ({bias.seq_len_q}, {bias.seq_len_kv})"))
-    return sdpa(
-        query, key, value, None, dropout_p, True, scale=scale, enable_gqa=enable_gqa,
-        causal_alignment="bottom_right" if lower_right else "top_left",
-    )  # fmt: skip
+    return sdpa(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
 
 
 class patch_sdpa(ContextDecorator):

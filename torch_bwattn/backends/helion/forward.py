@@ -23,8 +23,8 @@ tiles on the causal diagonal and at the ragged end (``parts.key_tiles``). Tiles 
 never visited. With causal attention the programs with the longest loops start first.
 
 Data layout: q [B, Hq, M, D], k [B, Hkv, N, D], v [B, Hkv, N, Dv], o [B, Hq, M, Dv], lse [B, Hq, M]; any strides.
-Query head ``h`` reads key head ``h // (Hq // Hkv)``. D and Dv are padded to a power of two of at least 16 inside the
-kernel. Scores and sums are fp32; p is rounded to the dtype of v before the second product.
+Query head ``h`` reads key head ``h // (Hq // Hkv)``. Inside the kernel D is padded to a power of two of at least 16, Dv
+to ``parts.value_columns``. Scores and sums are fp32; p is rounded to the dtype of v before the second product.
 """
 
 from __future__ import annotations
