@@ -57,13 +57,14 @@ def scaled_dot_product_attention(
     tensors, which the op does not take.
     """
     bias = attn_mask is not None and type(attn_mask).__name__ == "CausalBias"
-    if not bias and has_torch_function((query, key, value, attn_mask)):
+    nested = _nested(query) or _nested(key) or _nested(value)
+    if not (bias or nested) and has_torch_function((query, key, value, attn_mask)):
         result: Tensor = handle_torch_function(
             scaled_dot_product_attention, (query, key, value, attn_mask), query, key, value,
             attn_mask=attn_mask, dropout_p=dropout_p, is_causal=is_causal, scale=scale, enable_gqa=enable_gqa,
         )  # fmt: skip
         return result
-    if _restricted() or _nested(query) or _nested(key) or _nested(value):
+    if nested or _restricted():
         count_call("pytorch")
         call: Any = _original
         if bias:

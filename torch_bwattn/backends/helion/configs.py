@@ -74,15 +74,24 @@ def forward(problem: Problem) -> Config:
     registers and shared memory of its own: the next smaller tile then.
     """
     width, busy = _width(problem), _busy(problem)
-    if problem.dtype == torch.float32:
-        return Config(32, 32, 4, 2) if width > 128 else Config(64, 32, 4, 2)
+    if problem.dtype == torch.float32:  # the largest tiles that do not spill without a mask, compiled for sm_90
+        return (
+            Config(32, 32, 4, 2)
+            if width <= 64
+            else Config(32 if width <= 128 else 16, 64 if width <= 128 else 32, 8, 1)
+        )
     if not _roomy(problem):
         return Config(64, 64 if width <= 64 or (width <= 128 and not busy) else 32, 4, 2 if width <= 128 else 1)
     if width <= 64 or (width <= 128 and busy and problem.mask_dtype != torch.bool):
         return Config(128, 64, 8, 3)
     if width <= 128:
-        # A bool mask with 128x64 and 8 warps makes ptxas run the matrix instructions one by one, at any depth.
+        # A bool mask with 128x64 and 8 warps makes ptxas run the matrix instructions one by one, at any depth; with
+        # dropout besides, 128x128 spills.
+        if busy and problem.dropout_p > 0.0:
+            return Config(64, 64, 4, 2)
         return Config(128, 128, 8, 2 if busy else 3)
+    if problem.mask_dtype == torch.bool:  # at depth 2 ptxas runs the matrix instructions one by one
+        return Config(128, 32, 8, 1)
     return Config(128, 32, 8, 2) if busy else Config(128, 64, 8, 2)
 
 
