@@ -75,11 +75,7 @@ def forward(problem: Problem) -> Config:
     """
     width, busy = _width(problem), _busy(problem)
     if problem.dtype == torch.float32:  # the largest tiles that do not spill without a mask, compiled for sm_90
-        return (
-            Config(32, 32, 4, 2)
-            if width <= 64
-            else Config(32 if width <= 128 else 16, 64 if width <= 128 else 32, 8, 1)
-        )
+        return {64: Config(32, 32, 4, 2), 128: Config(32, 64, 8, 1), 256: Config(16, 32, 8, 1)}[max(64, width)]
     if not _roomy(problem):
         return Config(64, 64 if width <= 64 or (width <= 128 and not busy) else 32, 4, 2 if width <= 128 else 1)
     if width <= 64 or (width <= 128 and busy and problem.mask_dtype != torch.bool):
