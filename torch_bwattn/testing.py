@@ -412,11 +412,17 @@ def _scores(call: _Call, query: torch.Tensor, key: torch.Tensor, mask: torch.Ten
 
 
 def _lse(scores: torch.Tensor) -> torch.Tensor:
-    """Log-sum-exp whose gradient is 0, not NaN, where no key is visible."""
+    """Log-sum-exp of each row, with the softmax for its gradient, which is 0 where no key is visible.
+
+    torch.logsumexp has ``exp(scores - lse)`` for its gradient: NaN where no key is visible, and 1 instead of 1/n in a
+    row of finfo.min, whose LSE is too large to hold the log of n.
+    """
     if scores.shape[-1] == 0:
         return scores.sum(-1) - math.inf
-    dead = (scores == -math.inf).all(-1, keepdim=True)
-    return torch.logsumexp(scores.masked_fill(dead, 0.0), -1).masked_fill(dead.squeeze(-1), -math.inf)
+    highest = scores.detach().amax(-1, keepdim=True)
+    dead = highest == -math.inf
+    total = torch.exp(scores - highest.masked_fill(dead, 0.0)).masked_fill(dead, 1.0).sum(-1, keepdim=True)
+    return (highest + torch.log(total)).squeeze(-1)
 
 
 def _chunked(
