@@ -49,6 +49,8 @@ def pytest_runtest_protocol(item: pytest.Item) -> bool | None:
     marker = _marker(item)
     if marker is None or _met_here(marker) or loader.why_missing() is not None:
         return None
+    # The last test that ran here left standing what it shares with this one, which the next to run here may not share.
+    item.session._setupstate.teardown_exact(None)
     item.ihook.pytest_runtest_logstart(nodeid=item.nodeid, location=item.location)
     for report in _child(item.config, marker).run(item):
         item.ihook.pytest_runtest_logreport(report=report)
