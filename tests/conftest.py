@@ -23,8 +23,8 @@ _COMMON = {
         HealthCheck.function_scoped_fixture,
     ],
 }
-# Each property scales its own share of max_examples, see strategies.share: `ci` draws some 2,400 examples altogether,
-# `long` 50,000 and more.  pytest --hypothesis-profile=long
+# Each property scales its own share of max_examples, see strategies.share: `ci` draws some 3,000 examples altogether,
+# `long` 60,000:  pytest --hypothesis-profile=long
 settings.register_profile("ci", max_examples=100, derandomize=True, database=None, **_COMMON)
 settings.register_profile("long", max_examples=2100, **_COMMON)
 settings.register_profile("quick", max_examples=10, derandomize=True, database=None, **_COMMON)

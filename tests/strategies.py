@@ -116,6 +116,7 @@ def calls(
     dropout_over: tuple[str, ...] = INNER_KINDS,
     layouts: tuple[str, ...] = _LAYOUTS,
     ndims: tuple[int, ...] = (4, 4, 4, 3, 2, 5),
+    needs_kernel: bool = False,
 ) -> Call:
     """A valid call with tensors of any rank, layout, mask, causal kind, scale and dropout.
 
@@ -128,6 +129,7 @@ def calls(
         dropout_over: the kinds that dropout is combined with.
         layouts: memory layouts to draw from.
         ndims: ranks to draw from.
+        needs_kernel: whether to leave out widths of 0 and the dropping of everything, for which no kernel runs.
     """
     dtype = dtype or draw(st.sampled_from(DTYPES))
     kind = kind or draw(st.sampled_from(KINDS))
@@ -140,23 +142,23 @@ def calls(
         value_width = draw(st.sampled_from(value_widths))
     else:
         value_width = width if not probability(draw, 40) else draw(st.sampled_from(widths))
-    if probability(draw, 2):
-        width = 0
-    if probability(draw, 2):
-        value_width = 0
+    if not needs_kernel:
+        width = 0 if probability(draw, 2) else width
+        value_width = 0 if probability(draw, 2) else value_width
     inner = kind if kind != "dropout" else draw(st.sampled_from(dropout_over))
     needs = draw(
         st.sampled_from(
             ((True, True, True),) * 4 + ((True, False, False), (False, True, False), (False, False, True), (False,) * 3)
         )
     )
-    with_out_grad, with_lse_grad = draw(st.sampled_from(((True, False), (True, True), (True, True), (False, True))))
+    # Most users want the gradient of the output alone, and some kernels give no other.
+    with_out_grad, with_lse_grad = draw(st.sampled_from(((True, False),) * 3 + ((True, True),) * 2 + ((False, True),)))
     call = Call(
         query=Operand((*query, rows, width), draw(st.sampled_from(layouts))),
         key=Operand((*key, columns, width), draw(st.sampled_from(layouts))),
         value=Operand((*value, columns, value_width), draw(st.sampled_from(layouts))),
         dtype=dtype,
-        dropout_p=0.0 if kind != "dropout" else draw(st.sampled_from((0.1, 0.5, 0.9, 1.0))),
+        dropout_p=0.0 if kind != "dropout" else draw(st.sampled_from((0.1, 0.5, 0.9, 0.9 if needs_kernel else 1.0))),
         is_causal=inner == "causal",
         causal_alignment=draw(st.sampled_from(("top_left", "bottom_right"))) if inner == "causal" else "top_left",
         scale=draw(st.sampled_from(_SCALES)),

@@ -35,8 +35,9 @@ class Features:
         extra = {"additive": f"-{self.mask_dtype}", "dropout": f"-{self.dropout_over}"}.get(self.kind, "")
         return f"{dtype}-{self.width}x{self.value_width}-{self.kind}{extra}"
 
-    def strategy(self) -> st.SearchStrategy:
+    def strategy(self, *, needs_kernel: bool = False) -> st.SearchStrategy:
         return calls(
+            needs_kernel=needs_kernel,
             dtype=self.dtype,
             kind=self.kind,
             widths=(self.width,),
@@ -77,7 +78,7 @@ def _poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
 @settings(max_examples=share(0.4))
 @given(data=st.data())
 def test_helion(features, data, device):
-    call = data.draw(features.strategy())
+    call = data.draw(features.strategy(needs_kernel=True))
     with torch_bwattn.backend("helion"):
         check_call(call, device, data.draw(ENTRIES))
 

@@ -78,6 +78,7 @@ MISUSES = [
     Misuse("mask_keys", "attn_mask", ("(3, 4)",), mask(3, 4)),
     Misuse("mask_queries", "attn_mask", ("(4, 5)",), mask(4, 5)),
     Misuse("mask_heads", "attn_mask", ("(3, 3, 5)",), mask(3, 3, 5)),
+    Misuse("mask_of_kv_heads", "attn_mask", ("(2, 3, 5)",), heads(2, enable_gqa=True, **mask(2, 3, 5))),
     Misuse("mask_batch", "attn_mask", ("(3, 1, 3, 5)",), mask(3, 1, 3, 5)),
     Misuse("mask_rank", "attn_mask", ("(1, 2, 4, 3, 5)",), mask(1, 2, 4, 3, 5)),
     Misuse("mask_larger_batch", "attn_mask", ("(2, 1, 3, 5)",), {

@@ -83,6 +83,15 @@ def test_without_autocast_mixes_raise():
         torch_bwattn.sdpa(query, query.bfloat16(), query)
 
 
+def test_fp64_does_not_mix():
+    query, wide = normal(2, 2, 9, 8), normal(2, 2, 9, 8, dtype=torch.float64)
+    with torch.autocast("cpu", torch.bfloat16):
+        with pytest.raises(RuntimeError):
+            F.scaled_dot_product_attention(query, wide, query)
+        with pytest.raises((TypeError, ValueError, RuntimeError), match="key"):
+            torch_bwattn.sdpa(query, wide, query)
+
+
 def test_disabled_inside():
     query = normal(2, 2, 9, 8)
     with torch.autocast("cpu", torch.bfloat16), torch.autocast("cpu", enabled=False):

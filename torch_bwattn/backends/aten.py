@@ -3,8 +3,9 @@
 CPU: the fused flash kernel, which returns ``out`` and ``lse``. Known to be wrong, measured on torch 2.13: NaN for
 causal problems with a scale of 0 or less; a float32 mask read as float64 beside float64 operands; a row of ``out`` 0
 and of ``lse`` 0 both for a row that sees nothing and for a NaN query; NaN for a last stride other than 1; a backward
-that trusts ``lse`` where it has lost the row's sum (rows of huge negative logits). The first is refused by
-``supports``; the others show in ``lse`` or in the strides and are answered by the reference or a copy.
+that trusts ``lse`` where it has lost the row's sum (rows of huge negative logits), and that sums dK and dV in 16 bits
+for 16-bit inputs, which adds up over long sequences and groups of heads. The first is refused by ``supports``; the
+others show in ``lse``, in the strides or in the dtype and are answered by the reference or a copy.
 
 CUDA: the flash kernel, for what it states exactly: no mask, no dropout (its dropout mask is not ours), no LSE gradient,
 bottom-right causality only.
@@ -36,13 +37,19 @@ def _unit_last(tensor: Tensor) -> Tensor:
     return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
 
 
-def _mask_chunks(problem: Problem, mask: Tensor) -> int:
-    """Query rows per call, so that a converted mask takes no more elements than the query."""
-    if mask.shape[2] == 1 or not _converts(mask, problem.dtype):
-        return problem.q_len
-    per_row = mask.shape[0] * mask.shape[1] * mask.shape[3]
-    budget = max(2**18, problem.batch * problem.heads * problem.q_len * problem.head_dim)
-    return max(1, min(problem.q_len, budget // per_row))
+def _row_chunks(problem: Problem, mask: Tensor, dtype: torch.dtype) -> list[slice]:
+    """Query rows of each call, so that a mask converted for ``dtype`` takes no more elements than the query."""
+    step = problem.q_len
+    if mask.shape[2] != 1 and _converts(mask, dtype):
+        per_row = mask.shape[0] * mask.shape[1] * mask.shape[3]
+        budget = max(2**18, problem.batch * problem.heads * problem.q_len * problem.head_dim)
+        step = max(1, min(step, budget // per_row))
+    return [slice(start, min(start + step, problem.q_len)) for start in range(0, problem.q_len, step)]
+
+
+def _rows(tensor: Tensor, rows: slice) -> Tensor:
+    """Those rows, which lie in dimension 2, unless one row is broadcast to all."""
+    return tensor if tensor.shape[2] == 1 else tensor[:, :, rows]
 
 
 def _converts(mask: Tensor, dtype: torch.dtype) -> bool:
@@ -66,14 +73,11 @@ def _cpu_forward(problem: Problem, x: ForwardInputs) -> tuple[Tensor, Tensor]:
     if x.mask is None:
         out, lse = flash(q, k, v, 0.0, causal, scale=problem.scale)
     else:
-        step, mask = _mask_chunks(problem, x.mask), x.mask
         parts = []
-        for start in range(0, problem.q_len, step):
-            rows = mask if mask.shape[2] == 1 else mask[:, :, start : start + step]
-            bias = _additive(rows, problem.dtype)
-            parts.append(flash(q[:, :, start : start + step], k, v, attn_mask=bias, scale=problem.scale))
-        out = parts[0][0] if len(parts) == 1 else torch.cat([part[0] for part in parts], 2)
-        lse = parts[0][1] if len(parts) == 1 else torch.cat([part[1] for part in parts], 2)
+        for rows in _row_chunks(problem, x.mask, problem.dtype):
+            bias = _additive(_rows(x.mask, rows), problem.dtype)
+            parts.append(flash(_rows(q, rows), k, v, attn_mask=bias, scale=problem.scale))
+        out, lse = parts[0] if len(parts) == 1 else (torch.cat(results, 2) for results in zip(*parts, strict=True))
     if not ordinary(lse):
         return reference.forward(problem, x)
     return conform(out, x.q), lse.contiguous()
@@ -83,17 +87,22 @@ def _cpu_backward(problem: Problem, x: BackwardInputs, wanted: tuple[bool, bool,
     if x.grad_lse is not None or not ordinary(x.lse):
         return reference.backward(problem, x, wanted)
     flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
-    q, k, v, out = _unit_last(x.q), _unit_last(x.k), _unit_last(x.v), _unit_last(x.out)
-    grad_out = _unit_last(x.grad_out)
-    causal = problem.diagonal is not None
+    # float32 for 16-bit inputs is also several times faster where the CPU has no 16-bit matrix units.
+    dtype = torch.promote_types(problem.dtype, torch.float32)
+    q, k, v, out, grad_out = (_unit_last(tensor.to(dtype)) for tensor in (x.q, x.k, x.v, x.out, x.grad_out))
     if x.mask is None:
+        causal = problem.diagonal is not None
         dq, dk, dv = flash(grad_out, q, k, v, out, x.lse, 0.0, causal, scale=problem.scale)
-        return conform(dq, x.q), conform(dk, x.k), conform(dv, x.v), None
-    step, mask = _mask_chunks(problem, x.mask), x.mask
-    if step < problem.q_len:
-        return reference.backward(problem, x, wanted)
-    bias = _additive(mask, problem.dtype)
-    dq, dk, dv = flash(grad_out, q, k, v, out, x.lse, 0.0, False, attn_mask=bias, scale=problem.scale)
+    else:
+        dq, dk, dv = torch.empty_like(q), torch.zeros_like(k), torch.zeros_like(v)
+        for rows in _row_chunks(problem, x.mask, dtype):
+            g, q_rows, o, lse = (_rows(tensor, rows) for tensor in (grad_out, q, out, x.lse))
+            bias = _additive(_rows(x.mask, rows), dtype)
+            parts = flash(g, q_rows, k, v, o, lse.contiguous(), 0.0, False, attn_mask=bias, scale=problem.scale)
+            dq[:, :, rows] = parts[0]
+            dk += parts[1]
+            dv += parts[2]
+    dq, dk, dv = (grad.to(problem.dtype) for grad in (dq, dk, dv))
     return conform(dq, x.q), conform(dk, x.k), conform(dv, x.v), None
 
 
