@@ -125,9 +125,12 @@ def test_deterministic(mask, device):
 
 
 def test_new_lengths_compile_nothing(device):
-    """A compilation takes a second and more; a call at a new length, or at length 1, must not."""
-    for _ in range(2):
-        tensors = leaves(333)
+    """A compilation takes a second and more; a call at a new length, or at length 1, must not.
+
+    Short and long keys have a forward kernel each.
+    """
+    for length in (333, 333, 1333, 1333):
+        tensors = leaves(length)
         torch.autograd.grad(attend(*tensors).sum(), tensors)
     torch.cuda.synchronize()
     slowest = 0.0

@@ -62,7 +62,10 @@ FEATURES = [
     Features(FP16, 128, 128, "plain"),
     Features(FP16, 32, 96, "additive", mask_dtype="float32"),
     Features(FP16, 72, 72, "dropout", dropout_over="bool"),
+    Features(FP16, 128, 128, "dropout", "float32", "additive"),
+    Features(BF16, 256, 256, "dropout", "float32", "additive"),
     Features(FP32, 64, 64, "causal"),
+    Features(FP32, 128, 128, "dropout", "own", "additive"),
     Features(FP32, 32, 16, "additive"),
     Features(FP32, 40, 40, "bool"),
 ]
@@ -83,7 +86,7 @@ def test_helion(features, data, device):
         check_call(call, device, data.draw(ENTRIES))
 
 
-@pytest.mark.parametrize("features", [FEATURES[0], FEATURES[3], FEATURES[4], FEATURES[10], FEATURES[14]], ids=str)
+@pytest.mark.parametrize("features", [f for f in FEATURES if (f.width, f.value_width) == (64, 64)], ids=str)
 @settings(max_examples=share(0.3))
 @given(data=st.data())
 def test_automatic_choice(features, data, device):

@@ -9,12 +9,10 @@ import torch
 
 from torch_bwattn.backends import reference
 from torch_bwattn.backends.base import BackwardInputs, ForwardInputs
-from torch_bwattn.backends.helion import configs
 from torch_bwattn.backends.helion.backend import HelionBackend
 from torch_bwattn.problem import Problem, describe
 
 HOPPER = Problem("sm_90a", torch.bfloat16, 2, 8, 2, 128, 128, 64, 64, 0.125)
-MOST_SHARED_BYTES = 232448  # of a block on sm_90
 
 
 def changed(**changes: object) -> Problem:
@@ -44,16 +42,6 @@ def test_takes_every_cuda_target_from_sm_80(target, backward):
     verdict = HelionBackend().supports(changed(target=target, backward=backward))
     assert verdict
     assert "warps" in verdict.config
-
-
-def test_the_number_of_configs_does_not_depend_on_lengths():
-    lengths = [(1, 1), (1, 4096), (777, 3), (8192, 8192)]
-    assert len({configs.forward(changed(q_len=m, kv_len=n)) for m, n in lengths}) == 1
-    assert len({str(configs.backward(changed(q_len=m, kv_len=n))) for m, n in lengths}) == 1
-
-
-def test_padding_goes_to_powers_of_two_from_16():
-    assert [configs.padded(width) for width in (1, 16, 17, 64, 72, 129, 256)] == [16, 16, 32, 64, 128, 256, 256]
 
 
 def run(problem: Problem, inputs: ForwardInputs, wanted: tuple[bool, bool, bool, bool], grad_lse: bool = True) -> None:

@@ -210,7 +210,7 @@ def check(features: Features, call: Call, tensors: Tensors | None = None, **rest
 
 
 @pytest.mark.parametrize("features", FEATURES, ids=str)
-@example_settings(max_examples=share(0.08))
+@example_settings(max_examples=share(0.22))
 @given(data=st.data())
 def test_drawn_problems(features, data):
     check(features, data.draw(problems(features)))

@@ -1,8 +1,11 @@
 """Which Helion config each kernel runs with: one table, read by the backend, the bench and the cross-compile checks.
 
-A config depends on features, never on lengths: the kernel, the padded head width, whether the problem is causal, and
-whether each score needs more work than a maximum and an exponential (a mask or dropout: ``busy``). fp32 operands have
-no tensor-core path at fp32 accuracy, so they take small tiles everywhere.
+A config depends on the kernel, the dtype, the padded head width, what each score needs beside a maximum and an
+exponential (its ``work``: a mask, dropout), whether the problem is causal, and, for the forward alone, on which side of
+``SHORT_KV_LEN`` the keys are. So a feature has at most two forward kernels, whatever lengths it meets.
+
+Figures are of an H200 with triton 3.6, bf16 unless they say otherwise, each config's results checked before it was
+timed. Times are milliseconds of the kernel alone.
 """
 
 from __future__ import annotations
@@ -47,14 +50,17 @@ def padded(width: int) -> int:
 
 
 def _width(problem: Problem) -> int:
-    return max(padded(problem.head_dim), padded(problem.value_dim))
+    """The width whose tiles the problem takes: 64, 128 or 256."""
+    return max(64, padded(problem.head_dim), padded(problem.value_dim))
 
 
-def _busy(problem: Problem) -> bool:
-    return problem.mask_dtype is not None or problem.dropout_p > 0.0
+def _work(problem: Problem) -> str:
+    """What each score needs. With a mask and dropout the mask's tiles are taken; that pair was not timed."""
+    if problem.mask_dtype is not None:
+        return "bool" if problem.mask_dtype == torch.bool else "additive"
+    return "dropout" if problem.dropout_p > 0.0 else "plain"
 
 
-_KEYS_FIRST = ("tile_n", "tile_m")
 _ROOMY_SHARED_MEMORY = ((9, 0), (10, 0), (10, 3))
 """Targets whose blocks may take 227 KiB of shared memory, for which the measured tiles were chosen. The others have
 163 KiB (sm_80) or 99 KiB (sm_86, 89, 120) and take tiles that fit the latter, not measured."""
@@ -64,63 +70,143 @@ def _roomy(problem: Problem) -> bool:
     return capability(problem.target) in _ROOMY_SHARED_MEMORY
 
 
-def forward(problem: Problem) -> Config:
-    """The forward's config.
+SHORT_KV_LEN = 1024
+"""Up to so many keys, smaller tiles win: a program's first loads and its epilogue are a larger part of its time, and
+two programs on an SM hide each other's. At 2048 keys both kinds are equal."""
 
-    H200, triton 3.6, bf16, B4 H32 S8192 (B2 H16 at 256), TFLOP/s not causal / causal, every one of them checked
-    against float64. Width 64: 128x64 8w 3s 449/435, 64x128 4w 3s 436/406, 64x64 4w 3s 422/385, 128x128 4w 3s 387/380.
-    Width 128: 128x128 8w 3s 487/464, 128x64 8w 4s 472/463, 128x64 8w 3s 470/462, 64x64 4w 3s 423/426, 128x64 4w 3s
-    263/217 (spills). Width 256: 128x64 8w 2s 500/495, 128x32 8w 4s 459/437, 64x64 4w 2s 317/313. A mask's tile takes
-    registers and shared memory of its own: the next smaller tile then.
-    """
-    width, busy = _width(problem), _busy(problem)
-    if problem.dtype == torch.float32:  # the largest tiles that do not spill without a mask, compiled for sm_90
-        return {64: Config(32, 32, 4, 2), 128: Config(32, 64, 8, 1), 256: Config(16, 32, 8, 1)}[max(64, width)]
+# B4 H32 S8192 (B2 H16 at 256), TFLOP/s not causal / causal. Width 64: 128x64 8w 3s 449/435, 64x128 4w 3s 436/406,
+# 64x64 4w 3s 422/385, 128x128 4w 3s 387/380. Width 128: 128x128 8w 3s 487/464, 128x64 8w 4s 472/463, 128x64 8w 3s
+# 470/462, 64x64 4w 3s 423/426, 128x64 4w 3s 263/217 (spills). Width 256: 128x64 8w 2s 500/495, 128x32 8w 4s 459/437,
+# 64x64 4w 2s 317/313.
+#
+# B2 H16 S4096 with a mask or dropout. Width 64, bool: 64x64 4w 3s 0.49, 64x64 4w 2s 0.55, 128x64 8w 3s 0.65; additive:
+# 64x64 4w 3s 0.66, 64x128 4w 2s 0.66, 128x64 8w 3s 0.71; dropout: 64x128 4w 2s 0.75, 64x64 4w 2s 0.83, 128x64 8w 3s
+# 0.86. Width 128, bool: 64x64 4w 2s 0.86, 128x64 8w 3s 0.95, 128x128 8w 2s 0.97; additive: 128x64 8w 3s 0.79, 64x64 4w
+# 2s 0.98; dropout: 128x64 8w 3s 1.11, 128x128 8w 2s 1.15. Width 256, bool: 64x32 4w 2s 2.18, 128x64 8w 1s 2.29, 128x32
+# 8w 1s 2.78; additive: 64x32 4w 2s 1.66, 128x32 8w 2s 1.97; dropout: 64x32 4w 2s 1.87, 128x32 8w 2s 2.13.
+_FORWARD = {
+    (64, "plain"): Config(128, 64, 8, 3),
+    (64, "bool"): Config(64, 64, 4, 3),
+    (64, "additive"): Config(64, 64, 4, 3),
+    (64, "dropout"): Config(64, 128, 4, 2),
+    (128, "plain"): Config(128, 128, 8, 3),
+    (128, "bool"): Config(64, 64, 4, 2),
+    (128, "additive"): Config(128, 64, 8, 3),
+    (128, "dropout"): Config(128, 64, 8, 3),
+    (256, "plain"): Config(128, 64, 8, 2),
+    (256, "bool"): Config(64, 32, 4, 2),
+    (256, "additive"): Config(64, 32, 4, 2),
+    (256, "dropout"): Config(64, 32, 4, 2),
+}
+
+# By width and whether causal, H16, 16,384 tokens in sequences of 256 / 512 / 1024. Width 64: 64x64 4w 3s
+# 0.066/0.102/0.180, 128x64 8w 3s 0.070/0.104/0.181; causal 0.065/0.084/0.122 against 0.068/0.088/0.125. Width 128:
+# 128x32 8w 3s 0.122/0.196/0.347, 64x32 4w 3s 0.126/0.207/0.372, 128x64 8w 3s 0.151/0.223/0.389, 128x128 8w 3s
+# 0.155/0.231/0.392; causal: 64x32 4w 3s 0.099/0.141/0.225, 64x64 4w 3s 0.114/0.150/0.226, 128x64 8w 3s
+# 0.131/0.166/0.238, 128x128 8w 3s 0.141/0.198/0.247.
+_SHORT_FORWARD = {
+    (64, False): Config(64, 64, 4, 3),
+    (64, True): Config(64, 64, 4, 3),
+    (128, False): Config(128, 32, 8, 3),
+    (128, True): Config(64, 32, 4, 3),
+}
+
+# fp32 operands have no tensor-core path at fp32 accuracy. B1 H8 S2048: width 64 32x32 4w 2s 0.75, 64x32 8w 2s 0.76;
+# width 128 32x64 8w 1s 1.55, 32x32 4w 1s 1.96; width 256 16x16 4w 2s 5.39, 32x16 8w 1s 5.45, 32x32 8w 1s 10.0.
+_FP32_FORWARD = {64: Config(32, 32, 4, 2), 128: Config(32, 64, 8, 1), 256: Config(16, 16, 4, 2)}
+
+
+def forward(problem: Problem) -> Config:
+    """The forward's config."""
+    width, work = _width(problem), _work(problem)
+    if problem.dtype == torch.float32:
+        return _FP32_FORWARD[width]
     if not _roomy(problem):
-        return Config(64, 64 if width <= 64 or (width <= 128 and not busy) else 32, 4, 2 if width <= 128 else 1)
-    if width <= 64 or (width <= 128 and busy and problem.mask_dtype != torch.bool):
-        return Config(128, 64, 8, 3)
-    if width <= 128:
-        # A bool mask with 128x64 and 8 warps makes ptxas run the matrix instructions one by one, at any depth; with
-        # dropout besides, 128x128 spills.
-        if busy and problem.dropout_p > 0.0:
-            return Config(64, 64, 4, 2)
-        return Config(128, 128, 8, 2 if busy else 3)
-    if problem.mask_dtype == torch.bool:  # at depth 2 ptxas runs the matrix instructions one by one
-        return Config(128, 32, 8, 1)
-    return Config(128, 32, 8, 2) if busy else Config(128, 64, 8, 2)
+        wide = width <= 64 or (width <= 128 and work == "plain")
+        return Config(64, 64 if wide else 32, 4, 2 if width <= 128 else 1)
+    if work == "plain" and problem.kv_len <= SHORT_KV_LEN and width <= 128:
+        return _SHORT_FORWARD[width, problem.diagonal is not None]
+    return _FORWARD[width, work]
+
+
+def _keys_first(tile_m: int, tile_n: int, num_warps: int, num_stages: int) -> Config:
+    return Config(tile_m, tile_n, num_warps, num_stages, ("tile_n", "tile_m"))
+
+
+# dK and dV, tiles as queries x keys. B4 H32 S8192 (B2 H16 at 256), not causal / causal: width 64 64x64 4w 3s 8.73/4.43,
+# 128x64 4w 2s 8.83/4.43; width 128 64x128 8w 3s 14.8/8.0, 64x64 4w 2s 16.1/8.4, 64x128 8w 2s 17.1/8.0; width 256 64x64
+# 8w 2s 15.7/7.3, 64x64 8w 1s 20.3/8.6. B2 H16 S4096 with a bool mask / additive / dropout: width 64 64x64 4w 3s
+# 0.92/1.49/1.12, 2s 1.01/1.56/1.18; width 128 64x128 8w 2s 1.56/2.25/1.88, 64x64 4w 2s 1.57/4.65/1.98; width 256 64x64
+# 8w 2s 5.18/7.45/5.85, 1s 6.82/6.89/6.46.
+_DKV = {
+    (64, "plain"): _keys_first(64, 64, 4, 3),
+    (64, "bool"): _keys_first(64, 64, 4, 3),
+    (64, "additive"): _keys_first(64, 64, 4, 3),
+    (64, "dropout"): _keys_first(64, 64, 4, 3),
+    (128, "plain"): _keys_first(64, 128, 8, 3),
+    (128, "bool"): _keys_first(64, 128, 8, 2),
+    (128, "additive"): _keys_first(64, 128, 8, 2),
+    (128, "dropout"): _keys_first(64, 128, 8, 2),
+    (256, "plain"): _keys_first(64, 64, 8, 2),
+    (256, "bool"): _keys_first(64, 64, 8, 2),
+    (256, "additive"): _keys_first(64, 64, 8, 1),
+    (256, "dropout"): _keys_first(64, 64, 8, 2),
+}
+
+# dQ, shapes likewise: width 64 128x64 4w 3s 4.96/2.79, 64x64 4w 3s 5.76/2.93; width 128 128x64 8w 3s 10.8/5.5, 128x128
+# 8w 2s 11.3/5.8; width 256 128x64 8w 1s 6.8/3.4, 128x32 8w 2s 7.6/3.7. Bool / additive / dropout: width 64 64x64 4w 3s
+# 0.48/0.67/0.79, 128x64 4w 3s 0.50/0.97/1.05; width 128 64x64 4w 2s 0.90/0.94/1.30, 128x64 8w 3s 1.06/0.88/1.15; width
+# 256 128x64 8w 1s 2.52/2.58/3.07, 128x32 8w 2s 2.87/2.26/2.38.
+_DQ = {
+    (64, "plain"): Config(128, 64, 4, 3),
+    (64, "bool"): Config(64, 64, 4, 3),
+    (64, "additive"): Config(64, 64, 4, 3),
+    (64, "dropout"): Config(64, 64, 4, 3),
+    (128, "plain"): Config(128, 64, 8, 3),
+    (128, "bool"): Config(64, 64, 4, 2),
+    (128, "additive"): Config(128, 64, 8, 3),
+    (128, "dropout"): Config(128, 64, 8, 3),
+    (256, "plain"): Config(128, 64, 8, 1),
+    (256, "bool"): Config(128, 64, 8, 1),
+    (256, "additive"): Config(128, 32, 8, 2),
+    (256, "dropout"): Config(128, 32, 8, 2),
+}
+
+# fp32, B1 H8 S2048. dK and dV: width 64 32x64 8w 1.59, 32x32 4w 1.79; 128 16x32 8w 5.75, 32x32 8w 6.14, 32x32 4w 30
+# (spills); 256 16x16 8w 20, 32x32 4w 106. dQ: width 64 64x32 8w 1.41, 32x32 4w 1.43; 128 32x32 4w 3.21, 16x32 8w 5.27;
+# 256 16x32 8w 10.4, 32x32 4w 14.9. Those of a mask, not timed, are the largest that spill little when compiled.
+_FP32_BACKWARD = {
+    64: {"dkv": _keys_first(32, 64, 8, 1), "dq": Config(32, 32, 4, 1)},
+    128: {"dkv": _keys_first(16, 32, 8, 1), "dq": Config(32, 32, 4, 1)},
+    256: {"dkv": _keys_first(16, 16, 8, 1), "dq": Config(16, 32, 8, 1)},
+}
 
 
 def backward(problem: Problem) -> dict[str, Config]:
     """The backward's configs by kernel.
 
-    H200, triton 3.6, bf16, shapes as for the forward, milliseconds not causal / causal, checked likewise. ``dkv``
-    (keys x queries): width 64 64x64 4w 3s 8.73/4.43, 64x128 4w 2s 8.83/4.43, 128x64 8w 3s 9.29/4.85; width 128 128x64
-    8w 3s 14.8/8.0, 64x64 4w 2s 16.1/8.4, 128x64 8w 2s 17.1/8.0; width 256 64x64 8w 2s 15.7/7.3, 64x64 8w 1s 20.3/8.6.
-    ``dq`` (queries x keys): width 64 128x64 4w 3s 4.96/2.79, 64x64 4w 3s 5.76/2.93; width 128 128x64 8w 3s 10.8/5.5,
-    128x128 8w 2s 11.3/5.8; width 256 128x64 8w 1s 6.8/3.4, 128x32 8w 2s 7.6/3.7. ``delta`` reads its operands at the
-    card's copy rate with any tile.
+    ``delta`` reads its operands at the card's copy rate with any tile; ``excess`` and ``mask_grad`` were not timed
+    against others.
     """
-    width, busy = _width(problem), _busy(problem)
-    additive = problem.mask_dtype is not None and problem.mask_dtype != torch.bool
-    if problem.dtype == torch.float32 or not _roomy(problem):
-        side, stages = (32, 1) if problem.dtype == torch.float32 or width > 128 else (64 if width <= 64 else 32, 2)
-        tile = Config(side, side, 4, stages)
-        chosen = {"dkv": replace(tile, order=_KEYS_FIRST), "dq": tile, "excess": tile, "mask_grad": tile}
+    width, work = _width(problem), _work(problem)
+    if problem.dtype == torch.float32:
+        chosen = dict(_FP32_BACKWARD[width])
+        side = 16 if width > 128 else 32
+        tile = Config(side, side, 4 if width <= 64 else 8, 1)
+        chosen |= {"excess": tile, "mask_grad": tile}
+    elif not _roomy(problem):
+        side = 64 if width <= 64 else 32
+        tile = Config(side, side, 4, 1 if width > 128 else 2)
+        chosen = {"dkv": replace(tile, order=("tile_n", "tile_m")), "dq": tile, "excess": tile, "mask_grad": tile}
     else:
-        if width <= 64:
-            chosen = {
-                "dkv": Config(64, 64, 4, 2 if busy else 3, _KEYS_FIRST),
-                "dq": Config(128, 64, 8 if busy else 4, 3),
-            }
-        elif width <= 128:
-            stages = 2 if busy else 3
-            chosen = {"dkv": Config(64, 128, 8, stages, _KEYS_FIRST), "dq": Config(128, 64, 8, stages)}
-        else:
-            chosen = {"dkv": Config(64, 64, 8, 2, _KEYS_FIRST), "dq": Config(128, 64, 8, 1)}
+        chosen = {"dkv": _DKV[width, work], "dq": _DQ[width, work]}
+        if (width, work) == (128, "additive") and problem.dropout_p > 0.0:
+            chosen["dq"] = _DQ[
+                128, "bool"
+            ]  # with dropout besides, a float32 mask's tiles take 232 KiB of shared memory
         chosen |= {"excess": Config(64, 64, 4, 2), "mask_grad": Config(64, 64, 4, 1)}
     chosen["delta"] = Config(64, 64, 4, 2, ("tile_m",))
-    if not additive:
+    if work != "additive":
         del chosen["excess"]
     if not problem.mask_grad:
         del chosen["mask_grad"]
