@@ -201,6 +201,24 @@ def test_a_right_kernel_passes(dtype, size, mutant):
         verdict.check()
 
 
+@pytest.mark.parametrize("width", [64, 128, 256])
+@pytest.mark.parametrize("seed", range(20))
+def test_equal_columns_added_one_by_one_pass(seed, width):
+    """Their roundings repeat, so they do not average: an fp32 kernel without pairwise sums is still right."""
+    generator = torch.Generator().manual_seed(seed)
+    query, key = (torch.randn(1, 1, rows, 1, generator=generator).expand(-1, -1, -1, width) for rows in (1, 2))
+    value = torch.randn(1, 1, 2, 16, generator=generator)
+    scores = torch.zeros(1, 1, 1, 2)
+    for column in range(width):
+        term = query[..., column, None].double() * key[..., column].double().unsqueeze(-2)
+        scores = (scores.double() + term).float()
+    scores = (scores * width**-0.5).double()
+    out = (torch.softmax(scores, -1) @ value.double()).float()
+    results = Results(out, torch.logsumexp(scores, -1).float())
+    for verdict in judge(results, oracle(query, key, value), pt_reference(query, key, value)):
+        verdict.check()
+
+
 # tf32 is wrong for fp32 only.
 @pytest.mark.parametrize(
     ("dtype", "mutant"),

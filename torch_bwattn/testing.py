@@ -542,8 +542,9 @@ def _rounding(
     """First-order size of the roundings of a fused attention, by result.
 
     The model has two unit roundoffs: ``u`` of the input dtype, for P and dS cast before their matrix products and for
-    O as stored, and ``a`` of the accumulator, with ``a(n) = a * (1 + sqrt(n) / 2)`` for a sum of n terms. Independent
-    roundings add in squares, those shared by a row as they are:
+    O as stored, and ``a`` of the accumulator, with ``a(n) = a * (1 + sqrt(n) / 2)`` for a sum of n terms (where the
+    terms are all equal, so are their roundings, and ``n / 2`` stands for ``sqrt(n) / 2``). Independent roundings add in
+    squares, those shared by a row as they are:
 
         score       e_s    = 2 * a * |s| + a(D) * scale * ||q o k||
         LSE         e_l    = a * (1 + 2 * |lse|) + ||P o e_s||
@@ -630,14 +631,17 @@ def _roundings(
     def norm(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
         return (left.square() @ right.square()).sqrt()
 
-    def summed(count: int) -> float:
-        return acc * (1 + math.sqrt(count) / 2)
+    def sums(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+        """The roundings of a matrix product's own sums, in proportion to their terms."""
+        count, spread, total = left.shape[-1], norm(left, right), (left @ right).abs()
+        repeated = total > spread * (math.sqrt(count) * (1 - 1e-6))  # Cauchy-Schwarz: equal where all terms are
+        return acc * ((1 + math.sqrt(count) / 2) * spread + torch.where(repeated, count / 2 * total, 0.0))
 
     def product(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
-        """The roundings of a matrix product's own sums."""
-        return summed(left.shape[-1]) * (norm(left, right) + (left @ right).abs())
+        """The same, in proportion to the sums too."""
+        return sums(left, right) + acc * (1 + math.sqrt(left.shape[-1]) / 2) * (left @ right).abs()
 
-    e_s = 2 * acc * bounded(scores) + summed(query.shape[-1]) * scale * norm(query, wide_k.mT)
+    e_s = 2 * acc * bounded(scores) + scale * sums(query, wide_k.mT)
     e_l = acc * (1 + 2 * bounded(lse)) + (p * e_s).norm(dim=-1, keepdim=True)
     rho = eps + e_s + 4 * acc
     dropped = p
@@ -656,7 +660,7 @@ def _roundings(
     ratio = torch.where(p > 0, dropped / p.clamp_min(torch.finfo(torch.float64).tiny), 0.0)
     ds = p * (ratio * (do @ wide_v.mT) - delta)
     e_d = (e_o * do).norm(dim=-1, keepdim=True) + acc * (delta.abs() + dlse.abs())
-    own = ds.abs() * (eps + rho) + p * ratio * summed(do.shape[-1]) * norm(do, wide_v.mT)
+    own = ds.abs() * (eps + rho) + p * ratio * sums(do, wide_v.mT)
     shared = p * e_d + ds.abs() * e_l
     by_row = e_d * (p @ wide_k).abs() + e_l * (ds @ wide_k).abs()
     figures["dq"] = scale * (norm(own, wide_k) + product(ds, wide_k) + by_row)
