@@ -20,12 +20,12 @@ def test_tables_of_a_made_up_document():
         "| B4H32/32S8192D64 | yes | 501 | 601 | 351 | 451 | 0.83 |",
     ]
     assert "**Backward, TFLOP/s**" in lines
-    start = lines.index("**Host cost of one eager call, us**")
+    start = lines.index("**Host cost of one eager call, us: median (20 to 80 %)**")
     assert lines[start + 2 : start + 6] == [
         "| call at B1H8/8S128D64 | bwattn helion | bwattn helion (torch_bwattn.sdpa) | cuDNN |",
         "| --- | --- | --- | --- |",
-        "| no grad | 30.0 | 31.0 | 35.5 |",
-        "| inputs that require grad, forward call | 30.0 | 31.0 | 35.5 |",
+        "| no grad | 30.0 (29-31) | 31.0 (30-32) | 35.5 (34-36) |",
+        "| inputs that require grad, forward call | 30.0 (29-31) | 31.0 (30-32) | 35.5 (34-36) |",
     ]
     assert "| B4H32/32S8192D128 | bwattn helion | 1024.0 | 1536.0 |" in lines
     assert lines[-1] == "- FA4 (CuTe): missing (8 times): not installed"

@@ -62,7 +62,7 @@ def _render_one(loaded: Mapping[str, Any]) -> str:
         if _ordered_providers(records):
             parts.append(f"**{title}, TFLOP/s**\n\n{_rows_table(records)}")
     if _ordered_providers(loaded["host"]):
-        parts.append(f"**Host cost of one eager call, us**\n\n{_host_table(loaded['host'])}")
+        parts.append(f"**Host cost of one eager call, us: median (20 to 80 %)**\n\n{_host_table(loaded['host'])}")
     if _ordered_providers(loaded["memory"]):
         parts.append(f"**Peak extra memory of forward and backward, MiB**\n\n{_memory_table(loaded['memory'])}")
     remarks = _remarks(loaded)
@@ -184,9 +184,14 @@ def _host_table(records: Sequence[Mapping[str, Any]]) -> str:
         cells = [HOST_CALLS.get(call, call)]
         for name in providers:
             found = by_call[call].get(name)
-            cells.append(f"{found['us']:.1f}" if found and found["status"] == document.OK else _ABSENT)
+            cells.append(_host_cell(found) if found and found["status"] == document.OK else _ABSENT)
         body.append(cells)
     return _table([f"call at {shape}", *(title_of(name) for name in providers)], body)
+
+
+def _host_cell(record: Mapping[str, Any]) -> str:
+    """The median, and what three fifths of the blocks lie between: hosts are shared, and their speed varies."""
+    return f"{record['us']:.1f} ({record['p20_us']:.0f}-{record['p80_us']:.0f})"
 
 
 def _memory_table(records: Sequence[Mapping[str, Any]]) -> str:
