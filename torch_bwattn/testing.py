@@ -631,15 +631,12 @@ def _roundings(
     def norm(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
         return (left.square() @ right.square()).sqrt()
 
-    def sums(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
-        """The roundings of a matrix product's own sums, in proportion to their terms."""
+    def sums(left: torch.Tensor, right: torch.Tensor, of_totals: float = 0.0) -> torch.Tensor:
+        """The roundings of a matrix product's own sums, in proportion to their terms and ``of_totals`` of the sums."""
         count, spread, total = left.shape[-1], norm(left, right), (left @ right).abs()
         repeated = total > spread * (math.sqrt(count) * (1 - 1e-6))  # Cauchy-Schwarz: equal where all terms are
-        return acc * ((1 + math.sqrt(count) / 2) * spread + torch.where(repeated, count / 2 * total, 0.0))
-
-    def product(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
-        """The same, in proportion to the sums too."""
-        return sums(left, right) + acc * (1 + math.sqrt(left.shape[-1]) / 2) * (left @ right).abs()
+        varied = (1 + math.sqrt(count) / 2) * (spread + of_totals * total)
+        return acc * (varied + torch.where(repeated, count / 2 * total, 0.0))
 
     e_s = 2 * acc * bounded(scores) + scale * sums(query, wide_k.mT)
     e_l = acc * (1 + 2 * bounded(lse)) + (p * e_s).norm(dim=-1, keepdim=True)
@@ -650,7 +647,7 @@ def _roundings(
     elif keep is not None and call.dropout_p:
         dropped = p * keep / (1 - call.dropout_p)
     out = dropped @ wide_v
-    e_o = norm(dropped * rho, wide_v) + product(dropped, wide_v) + (eps + e_l) * out.abs()
+    e_o = norm(dropped * rho, wide_v) + sums(dropped, wide_v, 1.0) + (eps + e_l) * out.abs()
     figures = {"out": e_o, "lse": e_l.masked_fill(dead, 0.0).squeeze(-1)}
     if not with_gradients:
         return figures
@@ -663,8 +660,8 @@ def _roundings(
     own = ds.abs() * (eps + rho) + p * ratio * sums(do, wide_v.mT)
     shared = p * e_d + ds.abs() * e_l
     by_row = e_d * (p @ wide_k).abs() + e_l * (ds @ wide_k).abs()
-    figures["dq"] = scale * (norm(own, wide_k) + product(ds, wide_k) + by_row)
-    figures["dk"] = scale * (norm((own + shared).mT, query) + product(ds.mT, query))
-    figures["dv"] = norm((dropped * (rho + e_l)).mT, do) + product(dropped.mT, do)
+    figures["dq"] = scale * (norm(own, wide_k) + sums(ds, wide_k, 1.0) + by_row)
+    figures["dk"] = scale * (norm((own + shared).mT, query) + sums(ds.mT, query, 1.0))
+    figures["dv"] = norm((dropped * (rho + e_l)).mT, do) + sums(dropped.mT, do, 1.0)
     figures["dmask"] = own + shared
     return figures
