@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, overload
+from typing import Any, Literal, overload
 
 import torch
 from torch import Tensor
 
-from .ops.composite import autocast
-from .problem import check_flags, check_tensors, describe, normalize, resolve_bias
+from .ops.composite import autocast, autocast_sink
+from .problem import Problem, check_flags, check_tensors, describe, normalize, resolve_bias
 from .selection.choose import Plan, plan
 from .selection.pin import pinned
 
@@ -26,6 +27,9 @@ def sdpa(
     scale: float | None = ...,
     enable_gqa: bool = ...,
     causal_alignment: str = ...,
+    window_size: Sequence[int] | None = ...,
+    softcap: float | None = ...,
+    sink: Tensor | None = ...,
     return_lse: Literal[False] = ...,
 ) -> Tensor: ...
 @overload
@@ -40,6 +44,9 @@ def sdpa(
     scale: float | None = ...,
     enable_gqa: bool = ...,
     causal_alignment: str = ...,
+    window_size: Sequence[int] | None = ...,
+    softcap: float | None = ...,
+    sink: Tensor | None = ...,
     return_lse: Literal[True],
 ) -> tuple[Tensor, Tensor]: ...
 def sdpa(
@@ -53,6 +60,9 @@ def sdpa(
     scale: float | None = None,
     enable_gqa: bool = False,
     causal_alignment: str = "top_left",
+    window_size: Sequence[int] | None = None,
+    softcap: float | None = None,
+    sink: Tensor | None = None,
     return_lse: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Scaled dot-product attention, ``softmax(scale * Q K^T + mask) V``, with PyTorch's semantics.
@@ -72,26 +82,38 @@ def sdpa(
         scale: factor of the scores; None means ``1 / sqrt(D)``; 0 and negative are legal.
         enable_gqa: grouped queries: Hq is a multiple of Hkv, and query head h reads key head ``h // (Hq // Hkv)``.
         causal_alignment: ``"top_left"`` as PyTorch's ``is_causal``, or ``"bottom_right"``: ``j <= i + Skv - Sq``, as
-            ``torch.nn.attention.bias.causal_lower_right``.
+            ``torch.nn.attention.bias.causal_lower_right``. A window is aligned likewise.
+        window_size: ``(left, right)``: query i sees key j when ``i + offset - left <= j <= i + offset + right``, where
+            ``offset`` is 0, or ``Skv - Sq`` with ``"bottom_right"``; -1 stands for no limit on that side, and with
+            ``is_causal`` the right side is 0. Combines with ``attn_mask``; keys outside of the window cost nothing.
+        softcap: a finite number above 0 that bounds the scores before any mask, by
+            ``softcap * tanh(scale * q . k / softcap)``; None leaves them alone.
+        sink: ``[Hq]``, the query's dtype or float32: a logit for each query head, neither scaled nor capped, that joins
+            the denominator, ``P_ij = exp(s_ij) / (exp(sink_h) + sum_j exp(s_ij))``; dropout passes it by.
         return_lse: return ``(out, lse)``.
 
     Returns:
         ``out [..., Hq, Sq, Dv]`` in the query's dtype and memory order; with ``return_lse`` also
-        ``lse [..., Hq, Sq]``, the natural log of each row's softmax denominator (float32; float64 for float64 inputs;
-        ``-inf`` for a row that sees no key).
+        ``lse [..., Hq, Sq]``, the natural log of each row's softmax denominator, the sink included (float32; float64
+        for float64 inputs; for a row that sees no key ``-inf``, or the sink).
 
     Raises:
         TypeError: an argument of the wrong kind or dtype.
-        ValueError: shapes that do not fit, a mask together with ``is_causal``, ``dropout_p`` outside [0, 1].
+        ValueError: shapes that do not fit, a mask together with ``is_causal``, ``dropout_p`` outside [0, 1], a window
+            or a soft cap out of range.
         UnsupportedProblem: a pinned backend refuses the problem (a ``NotImplementedError``).
     """
-    check_tensors(query, key, value, attn_mask)
+    check_tensors(query, key, value, attn_mask, sink)
     check_flags(is_causal, enable_gqa)
     attn_mask, is_causal, causal_alignment = resolve_bias(query, key, attn_mask, is_causal, causal_alignment)
+    # Every keyword costs the dispatcher time, so calls without these do not pass them.
+    features: dict[str, Any] = {}
+    if window_size is not None or softcap is not None or sink is not None:
+        features = {"window_size": window_size, "softcap": softcap, "sink": sink}
     op = torch.ops.bwattn.sdpa_with_lse if return_lse else torch.ops.bwattn.sdpa
     result: Tensor | tuple[Tensor, Tensor] = op(
         query, key, value, attn_mask, dropout_p, is_causal,
-        scale=scale, enable_gqa=enable_gqa, causal_alignment=causal_alignment,
+        scale=scale, enable_gqa=enable_gqa, causal_alignment=causal_alignment, **features,
     )  # fmt: skip
     return result
 
@@ -110,8 +132,10 @@ class Explanation:
             f"bwattn.sdpa on {problem.target}: {problem.dtype}, B={problem.batch} Hq={problem.heads} "
             f"Hkv={problem.kv_heads} Sq={problem.q_len} Skv={problem.kv_len} D={problem.head_dim} "
             f"Dv={problem.value_dim}, mask {mask}, "
-            + ("not causal" if problem.diagonal is None else f"causal (j <= i + {problem.diagonal})")
+            + _visibility(problem)
             + f", scale {problem.scale:.6g}, dropout {problem.dropout_p}"
+            + ("" if problem.softcap is None else f", softcap {problem.softcap:.6g}")
+            + ("" if problem.sink_dtype is None else f", sink {problem.sink_dtype}")
         ]
         for name, made in (("forward", self.forward), ("backward", self.backward)):
             chosen = made.chosen
@@ -125,6 +149,13 @@ class Explanation:
         return "\n".join(lines)
 
 
+def _visibility(problem: Problem) -> str:
+    if problem.low_diagonal is not None:
+        end = "" if problem.diagonal is None else f" <= i + {problem.diagonal}"
+        return f"window (i + {problem.low_diagonal} <= j{end})"
+    return "not causal" if problem.diagonal is None else f"causal (j <= i + {problem.diagonal})"
+
+
 def explain(
     query: Tensor,
     key: Tensor,
@@ -136,6 +167,9 @@ def explain(
     scale: float | None = None,
     enable_gqa: bool = False,
     causal_alignment: str = "top_left",
+    window_size: Sequence[int] | None = None,
+    softcap: float | None = None,
+    sink: Tensor | None = None,
 ) -> Explanation:
     """Print which backend and config a call would run, and each refusal's reason; runs and compiles nothing.
 
@@ -145,17 +179,22 @@ def explain(
     Returns:
         The :class:`Explanation` that was printed.
     """
-    check_tensors(query, key, value, attn_mask)
+    check_tensors(query, key, value, attn_mask, sink)
     check_flags(is_causal, enable_gqa)
     attn_mask, is_causal, causal_alignment = resolve_bias(query, key, attn_mask, is_causal, causal_alignment)
     q, k, v, mask = autocast(query, key, value, attn_mask)
-    call = normalize(q, k, v, mask, dropout_p, is_causal, scale, enable_gqa, causal_alignment)  # type: ignore[arg-type]
+    sink = autocast_sink(sink)
+    call = normalize(
+        q, k, v, mask, dropout_p, is_causal, scale, enable_gqa, causal_alignment,  # type: ignore[arg-type]
+        window_size, softcap, sink,
+    )  # fmt: skip
     mask_grad = call.mask is not None and call.mask.requires_grad
     forward, backward = (
         plan(
             describe(
                 call.q, call.k, call.v, call.mask,
                 scale=call.scale, is_causal=is_causal, causal_alignment=causal_alignment, dropout_p=dropout_p,
+                window=call.window, softcap=softcap, sink=sink,
                 backward=is_backward, mask_grad=mask_grad and is_backward,
             ),
             pinned(),

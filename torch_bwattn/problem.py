@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -22,6 +23,9 @@ from .target import target_of
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 ALIGNMENTS = ("top_left", "bottom_right")
 
+Window = tuple[int, int]
+"""(left, right): how many keys a query sees on either side of its diagonal one; -1 for all of them."""
+
 
 class Call(NamedTuple):
     """A validated call in the primitive's terms: 4-D views, and how to give the result the caller's shape again."""
@@ -32,6 +36,7 @@ class Call(NamedTuple):
     mask: Tensor | None  # [B|1, Hq|1, Sq|1, Skv|1]
     scale: float
     lead: tuple[IntLike, ...] | None  # the caller's leading dimensions; None when the call was 4-D already
+    window: Window | None = None
 
     def restore(self, out: Tensor) -> Tensor:
         """``[B, Hq, …]`` back to the caller's leading dimensions."""
@@ -45,16 +50,21 @@ def check_flags(is_causal: object, enable_gqa: object) -> None:
             raise TypeError(expected(name, "a bool", f"{value!r} ({type(value).__name__})"))
 
 
-def check_tensors(query: object, key: object, value: object, attn_mask: object) -> None:
-    """Refuse anything but dense tensors (and None as the mask) with the argument's name."""
+def check_tensors(query: object, key: object, value: object, attn_mask: object, sink: object = None) -> None:
+    """Refuse anything but dense tensors (and None as the mask or the sink) with the argument's name."""
     for name, tensor in (("query", query), ("key", key), ("value", value), ("attn_mask", attn_mask)):
         if tensor is None and name == "attn_mask":
             continue
-        if not isinstance(tensor, Tensor):
-            wanted = "a Tensor or None" if name == "attn_mask" else "a Tensor"
-            raise TypeError(expected(name, wanted, type(tensor).__name__))
-        if tensor.layout != torch.strided or tensor.is_nested:
-            raise TypeError(expected(name, "a dense (strided) tensor", "nested" if tensor.is_nested else tensor.layout))
+        _check_tensor(name, tensor, "a Tensor or None" if name == "attn_mask" else "a Tensor")
+    if sink is not None:
+        _check_tensor("sink", sink, "a Tensor or None")
+
+
+def _check_tensor(name: str, tensor: object, wanted: str) -> None:
+    if not isinstance(tensor, Tensor):
+        raise TypeError(expected(name, wanted, type(tensor).__name__))
+    if tensor.layout != torch.strided or tensor.is_nested:
+        raise TypeError(expected(name, "a dense (strided) tensor", "nested" if tensor.is_nested else tensor.layout))
 
 
 def resolve_bias(
@@ -90,6 +100,28 @@ def _check_no_bias(attn_mask: Tensor | None) -> None:
         raise TypeError(expected("attn_mask", wanted, "CausalBias"))
 
 
+def resolve_window(window_size: Sequence[int] | None, is_causal: bool) -> Window | None:
+    """The window that a call means, None where it hides nothing that causality does not hide already.
+
+    Raises:
+        TypeError: not None or a pair of ints.
+        ValueError: not two of them, or one below -1.
+    """
+    if window_size is None:
+        return None
+    wanted = "None or two ints (left, right), each -1 (unlimited) or more"
+    if not isinstance(window_size, (tuple, list)):
+        raise TypeError(expected("window_size", wanted, f"{window_size!r} ({type(window_size).__name__})"))
+    if any(not isinstance(side, int) or isinstance(side, bool) for side in window_size):
+        raise TypeError(expected("window_size", wanted, tuple(window_size)))
+    if len(window_size) != 2 or min(window_size) < -1:
+        raise ValueError(expected("window_size", wanted, tuple(window_size)))
+    left, right = window_size
+    if is_causal:
+        return None if left == -1 else (left, 0)
+    return None if left == right == -1 else (left, right)
+
+
 def normalize(
     query: Tensor,
     key: Tensor,
@@ -100,6 +132,9 @@ def normalize(
     scale: float | None,
     enable_gqa: bool,
     causal_alignment: str,
+    window_size: Sequence[int] | None = None,
+    softcap: float | None = None,
+    sink: Tensor | None = None,
 ) -> Call:
     """Validate one call and view its tensors as the 4-D primitive takes them.
 
@@ -112,7 +147,10 @@ def normalize(
         is_causal: not together with ``attn_mask``.
         scale: None means ``1 / sqrt(D)``.
         enable_gqa: the query's head count is a multiple of the key's and of the value's.
-        causal_alignment: ``"top_left"`` or ``"bottom_right"``; the latter needs ``is_causal``.
+        causal_alignment: ``"top_left"`` or ``"bottom_right"``; the latter needs ``is_causal`` or a window.
+        window_size: None or ``(left, right)``, each -1 or more.
+        softcap: None or a finite number above 0.
+        sink: None or ``[Hq]``, the query's dtype or float32.
 
     Returns:
         Views (an expanded operand of rank above 4 may be copied, at most its own broadcast size, never Sq x Skv).
@@ -121,10 +159,12 @@ def normalize(
         TypeError: a dtype that is not supported, or that differs between operands.
         ValueError: any other misuse.
     """
-    check_tensors(query, key, value, attn_mask)
+    check_tensors(query, key, value, attn_mask, sink)
     _check_no_bias(attn_mask)
     _check_operands(query, key, value)
-    _check_options(attn_mask is not None, dropout_p, is_causal, causal_alignment)
+    window = resolve_window(window_size, is_causal)
+    _check_options(attn_mask is not None, dropout_p, is_causal, causal_alignment, window_size is not None)
+    _check_softcap(softcap)
     head_dim = query.shape[-1]
     if scale is None:
         scale = 1.0 / math.sqrt(head_dim) if head_dim > 0 else 1.0
@@ -132,10 +172,12 @@ def normalize(
         key, value = _group_heads(query, key, value)
     lead = _lead_shape(query, key, value, enable_gqa)
     mask = None if attn_mask is None else _check_mask(attn_mask, query, key, enable_gqa)
+    if sink is not None:
+        _check_sink(sink, query, lead[-1] if lead else 1)
     if query.dim() == key.dim() == value.dim() == 4 and query.shape[:2] == lead:
         same_batch = key.shape[0] == value.shape[0] == query.shape[0]
         if same_batch and key.shape[1] == value.shape[1] and (enable_gqa or key.shape[1] in (1, query.shape[1])):
-            return Call(query, key, value, _mask_4d(mask, lead, query.shape[0]), scale, None)
+            return Call(query, key, value, _mask_4d(mask, lead, query.shape[0]), scale, None, window)
     batch: IntLike = 1
     for size in lead[:-1]:
         batch = batch * size
@@ -148,9 +190,8 @@ def normalize(
         sizes = (*lead[:-1], count) if lead else ()
         return tensor.expand(*sizes, *tensor.shape[-2:]).reshape(batch, count, *tensor.shape[-2:])
 
-    return Call(
-        flat(query, heads), flat(key, kv_heads), flat(value, kv_heads), _mask_4d(mask, lead, batch), scale, lead
-    )
+    views = flat(query, heads), flat(key, kv_heads), flat(value, kv_heads)
+    return Call(*views, _mask_4d(mask, lead, batch), scale, lead, window)
 
 
 def _check_operands(query: Tensor, key: Tensor, value: Tensor) -> None:
@@ -171,15 +212,35 @@ def _check_operands(query: Tensor, key: Tensor, value: Tensor) -> None:
         )
 
 
-def _check_options(masked: bool, dropout_p: float, is_causal: bool, causal_alignment: str) -> None:
+def _check_options(masked: bool, dropout_p: float, is_causal: bool, causal_alignment: str, windowed: bool) -> None:
     if not 0.0 <= dropout_p <= 1.0:
         raise ValueError(expected("dropout_p", "a probability in [0, 1]", dropout_p))
     if masked and is_causal:
         raise ValueError(expected("attn_mask", "None when is_causal=True", "both; fold causality into the mask"))
     if causal_alignment not in ALIGNMENTS:
         raise ValueError(expected("causal_alignment", "'top_left' or 'bottom_right'", repr(causal_alignment)))
-    if causal_alignment == "bottom_right" and not is_causal:
-        raise ValueError(expected("causal_alignment", "'top_left' unless is_causal=True", repr(causal_alignment)))
+    if causal_alignment == "bottom_right" and not (is_causal or windowed):
+        wanted = "'top_left' unless is_causal=True or with a window_size"
+        raise ValueError(expected("causal_alignment", wanted, repr(causal_alignment)))
+
+
+def _check_softcap(softcap: float | None) -> None:
+    wanted = "None or a finite number above 0"
+    if softcap is None:
+        return
+    if not isinstance(softcap, (int, float)) or isinstance(softcap, bool):
+        raise TypeError(expected("softcap", wanted, f"{softcap!r} ({type(softcap).__name__})"))
+    if not (math.isfinite(softcap) and softcap > 0.0):
+        raise ValueError(expected("softcap", wanted, softcap))
+
+
+def _check_sink(sink: Tensor, query: Tensor, heads: IntLike) -> None:
+    if sink.dtype not in (torch.float32, query.dtype):
+        raise TypeError(expected("sink", f"dtype {query.dtype} (the query's) or float32", sink.dtype))
+    if sink.device != query.device:
+        raise ValueError(expected("sink", f"device {query.device}, the query's", sink.device))
+    if sink.dim() != 1 or sink.shape[0] != heads:
+        raise ValueError(expected("sink", f"shape ({heads},), one logit a query head", tuple(sink.shape)))
 
 
 def _group_heads(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
@@ -256,8 +317,10 @@ def _mask_4d(mask: Tensor | None, lead: tuple[IntLike, ...], batch: IntLike) -> 
 class Problem:
     """One 4-D call as backends and the choice see it: features, sizes and alignment, never tensors.
 
-    Sizes count elements. ``diagonal`` is the causal rule's offset: key j is visible to query i when
-    ``j <= i + diagonal``; None when the call is not causal. ``mask_sizes`` is the mask's own shape before broadcasting.
+    Sizes count elements. ``diagonal`` is the offset of the last visible key, of the causal rule or of a window: key j
+    is visible to query i when ``j <= i + diagonal``; None where no rule hides later keys. ``low_diagonal`` is that of a
+    window's first key: ``j >= i + low_diagonal``; None where no window hides earlier keys. ``mask_sizes`` is the mask's
+    own shape before broadcasting.
     """
 
     target: str
@@ -271,6 +334,9 @@ class Problem:
     value_dim: int
     scale: float
     diagonal: int | None = None
+    low_diagonal: int | None = None
+    softcap: float | None = None
+    sink_dtype: torch.dtype | None = None
     mask_dtype: torch.dtype | None = None
     mask_sizes: tuple[int, ...] | None = None
     mask_grad: bool = False
@@ -306,15 +372,26 @@ def describe(
     is_causal: bool,
     causal_alignment: str,
     dropout_p: float,
+    window: Sequence[int] | None = None,
+    softcap: float | None = None,
+    sink: Tensor | None = None,
     backward: bool = False,
     mask_grad: bool = False,
     lse_grad: bool = False,
     more: tuple[Tensor, ...] = (),
 ) -> Problem:
     """The :class:`Problem` of one 4-D call on real tensors; ``more`` are further operands (grad_out, out)."""
-    diagonal = None
-    if is_causal:
-        diagonal = k.shape[2] - q.shape[2] if causal_alignment == "bottom_right" else 0
+    offset = k.shape[2] - q.shape[2] if causal_alignment == "bottom_right" else 0
+    diagonal = offset if is_causal else None
+    low_diagonal = None
+    window = resolve_window(window, is_causal)
+    if window is not None:
+        # Beyond these ends a diagonal hides all or nothing; within them its sums with positions fit kernels' integers.
+        first, last = -q.shape[2], k.shape[2]
+        if window[0] >= 0:
+            low_diagonal = min(max(offset - window[0], first), last)
+        if window[1] >= 0:
+            diagonal = min(max(offset + window[1], first), last)
     operands = (q, k, v, *more) if mask is None else (q, k, v, mask, *more)
     return Problem(
         target=target_of(q.device),
@@ -328,6 +405,9 @@ def describe(
         value_dim=v.shape[3],
         scale=scale,
         diagonal=diagonal,
+        low_diagonal=low_diagonal,
+        softcap=softcap,
+        sink_dtype=None if sink is None else sink.dtype,
         mask_dtype=None if mask is None else mask.dtype,
         mask_sizes=None if mask is None else tuple(mask.shape),
         mask_grad=mask_grad,

@@ -20,7 +20,7 @@ from ..layout import conform
 from ..problem import Problem
 from ..target import capability
 from . import reference
-from .base import Backend, BackwardFn, BackwardInputs, ForwardFn, ForwardInputs, Grads, Verdict, no, yes
+from .base import Backend, BackwardFn, BackwardInputs, ForwardFn, ForwardInputs, Grads, Verdict, Wanted, no, yes
 
 _LSE_KEEPS_SUM = 4096.0
 """Up to this |lse|, fp32 still resolves the log of a row's sum to 2**-12: exp(s - lse) is good to bf16's rounding and,
@@ -83,7 +83,7 @@ def _cpu_forward(problem: Problem, x: ForwardInputs) -> tuple[Tensor, Tensor]:
     return conform(out, x.q), lse.contiguous()
 
 
-def _cpu_backward(problem: Problem, x: BackwardInputs, wanted: tuple[bool, bool, bool, bool]) -> Grads:
+def _cpu_backward(problem: Problem, x: BackwardInputs, wanted: Wanted) -> Grads:
     if x.grad_lse is not None or not ordinary(x.lse):
         return reference.backward(problem, x, wanted)
     flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
@@ -103,7 +103,7 @@ def _cpu_backward(problem: Problem, x: BackwardInputs, wanted: tuple[bool, bool,
             dk += parts[1]
             dv += parts[2]
     dq, dk, dv = (grad.to(problem.dtype) for grad in (dq, dk, dv))
-    return conform(dq, x.q), conform(dk, x.k), conform(dv, x.v), None
+    return conform(dq, x.q), conform(dk, x.k), conform(dv, x.v), None, None
 
 
 class AtenBackend(Backend):
@@ -124,6 +124,12 @@ class AtenBackend(Backend):
             return "its dropout mask is not the counter-based one; helion and reference draw it"
         if problem.mask_grad:
             return "it gives no gradient for the mask; helion and reference do"
+        if problem.softcap is not None:
+            return "it caps no scores; helion and reference do"
+        if problem.sink_dtype is not None:
+            return "it has no sink; helion and reference do"
+        if problem.low_diagonal is not None or (problem.diagonal is not None and problem.mask_dtype is not None):
+            return "it has no window; helion and reference do"
         if problem.head_dim != problem.value_dim:
             return f"it needs equal widths, got D={problem.head_dim} and Dv={problem.value_dim}"
         if problem.diagonal is not None and not problem.scale > 0.0:
@@ -135,7 +141,7 @@ class AtenBackend(Backend):
             if problem.score_count < reference.SMALL_SCORE_COUNT:
                 return f"below {reference.SMALL_SCORE_COUNT} scores its rounding can break the accuracy rule"
             if problem.diagonal not in (None, 0):
-                return "its causal rule is top-left only"
+                return "its causal rule is top-left only, and it has no other window"
             return ""
         if capability(problem.target) is None:
             return f"no fused kernel is known for target {problem.target}"
@@ -172,10 +178,10 @@ def _cuda_forward(problem: Problem, x: ForwardInputs) -> tuple[Tensor, Tensor]:
     return conform(out, x.q), lse.contiguous()
 
 
-def _cuda_backward(problem: Problem, x: BackwardInputs, wanted: tuple[bool, bool, bool, bool]) -> Grads:
+def _cuda_backward(problem: Problem, x: BackwardInputs, wanted: Wanted) -> Grads:
     flash = torch.ops.aten._scaled_dot_product_flash_attention_backward.default
     unused = torch.zeros((), dtype=torch.int64, device=x.q.device)  # the dropout seed and offset of a call without any
     causal = problem.diagonal is not None
     saved = (x.out, x.lse, None, None, problem.q_len, problem.kv_len, 0.0, causal, unused, unused)
     dq, dk, dv = flash(_unit_last(x.grad_out), x.q, x.k, x.v, *saved, scale=problem.scale)
-    return conform(dq, x.q), conform(dk, x.k), conform(dv, x.v), None
+    return conform(dq, x.q), conform(dk, x.k), conform(dv, x.v), None, None

@@ -43,13 +43,17 @@ def no(reason: str) -> Verdict:
 
 
 class ForwardInputs(NamedTuple):
-    """Tensors of a forward: 4-D operands, the mask before broadcasting, the dropout seed (int64 ``[1]``) if any."""
+    """Tensors of a forward: 4-D operands, the mask before broadcasting, the dropout seed (int64 ``[1]``) if any.
+
+    ``sink`` is None or ``[Hq]``: a logit that joins the denominator of each row of its head.
+    """
 
     q: Tensor
     k: Tensor
     v: Tensor
     mask: Tensor | None
     rng_state: Tensor | None
+    sink: Tensor | None = None
 
 
 class BackwardInputs(NamedTuple):
@@ -64,11 +68,15 @@ class BackwardInputs(NamedTuple):
     out: Tensor
     lse: Tensor
     rng_state: Tensor | None
+    sink: Tensor | None = None
 
 
-Grads = tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]
+Grads = tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None, Tensor | None]
+"""Of q, k, v, the mask and the sink."""
+Wanted = tuple[bool, bool, bool, bool, bool]
+"""Which of them."""
 ForwardFn = Callable[[ForwardInputs], tuple[Tensor, Tensor]]
-BackwardFn = Callable[[BackwardInputs, tuple[bool, bool, bool, bool]], Grads]
+BackwardFn = Callable[[BackwardInputs, Wanted], Grads]
 
 
 class Backend(ABC):
@@ -93,7 +101,7 @@ class Backend(ABC):
 
     @abstractmethod
     def backward(self, problem: Problem) -> BackwardFn:
-        """A callable for tensors of this description: gradients of q, k, v and the mask (in its own shape and dtype).
+        """A callable for tensors of this description: gradients of q, k, v, the mask (in its own shape) and the sink.
 
         The callable's second argument says which are wanted; the others may be None. Layout as in ``forward``, each
         gradient in the memory order of the tensor it belongs to.

@@ -33,11 +33,13 @@ def _mul_hi_lo(constant: int, x: Tensor) -> tuple[Tensor, Tensor]:
     return high_part >> 16, ((high_part & 0xFFFF) << 16) | (low_part & 0xFFFF)
 
 
-def keep_mask(rng_state: Tensor, batch: int, heads: int, rows: range, kv_len: int, dropout_p: float) -> Tensor:
-    """Which scores survive: bool ``[batch, heads, len(rows), kv_len]`` on ``rng_state``'s device."""
+def keep_mask(
+    rng_state: Tensor, batch: int, heads: int, rows: range, kv_len: int, dropout_p: float, first_key: int = 0
+) -> Tensor:
+    """Which scores survive: bool ``[batch, heads, len(rows), kv_len - first_key]`` on ``rng_state``'s device."""
     device = rng_state.device
-    groups = (kv_len + 3) // 4
-    c0 = torch.arange(groups, device=device)
+    first_group, groups = first_key // 4, (kv_len + 3) // 4
+    c0 = torch.arange(first_group, groups, device=device)
     c1 = torch.arange(rows.start, rows.stop, device=device)[:, None]
     c2 = torch.arange(batch * heads, device=device)[:, None, None]
     c0, c1, c2, c3 = torch.broadcast_tensors(c0, c1, c2, torch.zeros((), dtype=torch.int64, device=device))
@@ -47,5 +49,6 @@ def keep_mask(rng_state: Tensor, batch: int, heads: int, rows: range, kv_len: in
         hi1, lo1 = _mul_hi_lo(_MUL[1], c2)
         c0, c1, c2, c3 = hi1 ^ c1 ^ k0, lo1, hi0 ^ c3 ^ k1, lo0
         k0, k1 = (k0 + _WEYL[0]) & _WORD, (k1 + _WEYL[1]) & _WORD
-    draws = torch.stack((c0, c1, c2, c3), -1).flatten(-2)[..., :kv_len]
-    return (draws >= threshold(dropout_p)).view(batch, heads, len(rows), kv_len)
+    skipped = 4 * first_group
+    draws = torch.stack((c0, c1, c2, c3), -1).flatten(-2)[..., first_key - skipped : kv_len - skipped]
+    return (draws >= threshold(dropout_p)).view(batch, heads, len(rows), kv_len - first_key)

@@ -219,7 +219,7 @@ def run_once(row: Row, inputs: Inputs, direction: str, probe: Probe) -> tuple[to
         problem = describe(*inputs.qkv, None, **common, backward=True, more=(inputs.grad_out, out))
         backward_inputs = BackwardInputs(inputs.grad_out, None, *inputs.qkv, None, out, lse, None)
         with probe.active():
-            gradients = backend.backward(problem)(backward_inputs, (True, True, True, False))
+            gradients = backend.backward(problem)(backward_inputs, (True, True, True, False, False))
     return tuple(gradient for gradient in gradients[:3] if gradient is not None)
 
 

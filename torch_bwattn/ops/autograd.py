@@ -49,8 +49,8 @@ def watched() -> bool:
 class Forward(_SingleLevelFunction):
     """``sdpa_forward`` as one autograd node.
 
-    Arguments: how to go on (the keyset to redispatch with, or the chosen backend's callable), then the operator's own,
-    its scalars in one tuple because autograd looks at every argument.
+    Arguments: how to go on (the keyset to redispatch with, or the chosen backend's callable), then the operator's own:
+    the tensors, and the options in one tuple because autograd looks at every argument.
     """
 
     @staticmethod
@@ -61,9 +61,10 @@ class Forward(_SingleLevelFunction):
         key: Tensor,
         value: Tensor,
         mask: Tensor | None,
+        sink: Tensor | None,
         rng_state: Tensor | None,
         options: primitive.Options,
-        backend: str | None = None,
+        backend: str | None,
     ) -> tuple[Tensor, Tensor]:
         ctx.direct = direct = not isinstance(onward, DispatchKeySet)
         ctx.options = options
@@ -71,10 +72,12 @@ class Forward(_SingleLevelFunction):
         if isinstance(onward, DispatchKeySet):
             op = torch.ops.bwattn.sdpa_forward.default
             with _AutoDispatchBelowAutograd():
-                out, lse = op.redispatch(onward, query, key, value, mask, rng_state, *options, backend)
+                out, lse = op.redispatch(
+                    onward, query, key, value, mask, rng_state, *options[:4], backend, *options[4:], sink
+                )
         else:
-            out, lse = onward(ForwardInputs(query, key, value, mask, rng_state))
-        ctx.save_for_backward(query, key, value, mask, out, lse, rng_state)
+            out, lse = onward(ForwardInputs(query, key, value, mask, rng_state, sink))
+        ctx.save_for_backward(query, key, value, mask, sink, out, lse, rng_state)
         ctx.set_materialize_grads(False)
         return out, lse
 
@@ -83,20 +86,21 @@ class Forward(_SingleLevelFunction):
         arguments = len(ctx.needs_input_grad)
         if grad_out is None and grad_lse is None:
             return (None,) * arguments
-        query, key, value, mask, out, lse, rng_state = ctx.saved_tensors
+        query, key, value, mask, sink, out, lse, rng_state = ctx.saved_tensors
         if grad_out is None:
             grad_out = torch.zeros((), dtype=out.dtype, device=out.device).expand(out.shape)
-        wanted = ctx.needs_input_grad[1:5]
+        wanted = ctx.needs_input_grad[1:6]
         grads: tuple[Tensor | None, ...]
         if ctx.direct and not torch.is_grad_enabled() and type(grad_out) is Tensor and not watched():
-            x = BackwardInputs(grad_out, grad_lse, query, key, value, mask, out, lse, rng_state)
+            x = BackwardInputs(grad_out, grad_lse, query, key, value, mask, out, lse, rng_state, sink)
             grads = primitive.gradients(x, ctx.options, wanted, ctx.backend)
         else:
             grads = torch.ops.bwattn.sdpa_backward.default(
-                grad_out, grad_lse, query, key, value, mask, out, lse, rng_state, *ctx.options, wanted, ctx.backend
-            )
+                grad_out, grad_lse, query, key, value, mask, out, lse, rng_state,
+                *ctx.options[:4], wanted, ctx.backend, *ctx.options[4:], sink,
+            )  # fmt: skip
         used = (grad if want else None for grad, want in zip(grads, wanted, strict=True))
-        return (None, *used, *(None,) * (arguments - 5))
+        return (None, *used, *(None,) * (arguments - 6))
 
     @staticmethod
     def jvp(ctx: Any, *_: Any) -> NoReturn:
@@ -124,8 +128,11 @@ class _Backward(_SingleLevelFunction):
 def _forward(keyset: DispatchKeySet, *args: Any) -> Any:
     below = keyset & _after_autograd_keyset
     if torch.is_grad_enabled() and torch._C._any_requires_grad(*args):
+        # The dispatcher leaves trailing defaults out.
+        complete = (*args, *(None,) * (13 - len(args)))
+        options, sink = (*complete[5:9], *complete[10:12]), complete[12]
         with enable_single_level_autograd_function():
-            return Forward.apply(below, *args[:5], args[5:9], *args[9:])  # type: ignore[attr-defined]
+            return Forward.apply(below, *args[:4], sink, args[4], options, complete[9])  # type: ignore[attr-defined]
     with _AutoDispatchBelowAutograd():
         return torch.ops.bwattn.sdpa_forward.default.redispatch(below, *args)
 

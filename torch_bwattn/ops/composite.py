@@ -6,6 +6,7 @@ subclasses) sees only views, the seed's draw and the primitive.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -31,6 +32,13 @@ def autocast(*tensors: Tensor | None) -> tuple[Tensor | None, ...]:
     )
 
 
+def autocast_sink(sink: Tensor | None) -> Tensor | None:
+    """The same for a sink, but float32 stays: every query dtype takes it, and a bias of logits is best held in it."""
+    if sink is None or sink.dtype == torch.float32:
+        return sink
+    return autocast(sink)[0]
+
+
 def sdpa_with_lse(
     query: Tensor,
     key: Tensor,
@@ -42,17 +50,28 @@ def sdpa_with_lse(
     scale: float | None = None,
     enable_gqa: bool = False,
     causal_alignment: str = "top_left",
+    window_size: Sequence[int] | None = None,
+    softcap: float | None = None,
+    sink: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """``bwattn::sdpa_with_lse``: ``(out, lse)``; see :func:`torch_bwattn.sdpa` for the arguments."""
-    done = eager.call(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, causal_alignment)
+    done = eager.call(
+        query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, causal_alignment,
+        window_size, softcap, sink,
+    )  # fmt: skip
     if done is not None:
         return done
     q, k, v, mask = autocast(query, key, value, attn_mask)
-    call = normalize(q, k, v, mask, dropout_p, is_causal, scale, enable_gqa, causal_alignment)  # type: ignore[arg-type]
+    sink = autocast_sink(sink)
+    call = normalize(
+        q, k, v, mask, dropout_p, is_causal, scale, enable_gqa, causal_alignment,  # type: ignore[arg-type]
+        window_size, softcap, sink,
+    )  # fmt: skip
     rng_state = new_state(call.q.device) if 0.0 < dropout_p < 1.0 else None
     out, lse = torch.ops.bwattn.sdpa_forward.default(
-        call.q, call.k, call.v, call.mask, rng_state, dropout_p, is_causal, call.scale, causal_alignment
-    )
+        call.q, call.k, call.v, call.mask, rng_state, dropout_p, is_causal, call.scale, causal_alignment,
+        None, call.window, softcap, sink,
+    )  # fmt: skip
     return call.restore(out), call.restore(lse)
 
 

@@ -8,6 +8,7 @@ dispatcher.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -24,9 +25,9 @@ _PLAIN = (Tensor, Parameter)
 
 
 class _Entry(NamedTuple):
-    """What is remembered of a call: its scale, the mask's missing leading dimensions, and what runs without grad."""
+    """What is remembered of a call: its options, the mask's missing leading dimensions, and what runs without grad."""
 
-    scale: float
+    options: primitive.Options
     mask_rank: int
     name: str
     run: ForwardFn
@@ -40,11 +41,13 @@ def _plain(tensor: Tensor) -> bool:
     return type(tensor) in _PLAIN and tensor.layout is torch.strided and not tensor.is_nested
 
 
-def _casts(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> bool:
+def _casts(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, sink: Tensor | None) -> bool:
     """Whether autocast is on and would change an operand."""
     if not torch._C._is_any_autocast_enabled() or not torch.is_autocast_enabled(query.device.type):
         return False
     dtype = torch.get_autocast_dtype(query.device.type)
+    if sink is not None and sink.dtype not in (torch.float32, dtype):
+        return True
     return any(t is not None and t.is_floating_point() and t.dtype != dtype for t in (query, key, value, mask))
 
 
@@ -58,18 +61,24 @@ def call(
     scale: float | None,
     enable_gqa: bool,
     causal_alignment: str,
+    window_size: Sequence[int] | None,
+    softcap: float | None,
+    sink: Tensor | None,
 ) -> tuple[Tensor, Tensor] | None:
     """``(out, lse)``, or None where the call must go the long way."""
     if not (_plain(query) and _plain(key) and _plain(value) and (mask is None or _plain(mask))):
         return None
-    if autograd.watched() or _casts(query, key, value, mask):
+    if sink is not None and not _plain(sink):
+        return None
+    if autograd.watched() or _casts(query, key, value, mask, sink):
         return None
     pin = pinned()
-    options = (dropout_p, is_causal, scale, enable_gqa, causal_alignment, pin)
-    signature = primitive.signature(query, key, value, mask, *options)
+    window = None if window_size is None else tuple(window_size)
+    options = (dropout_p, is_causal, scale, enable_gqa, causal_alignment, window, softcap)
+    signature = primitive.signature(query, key, value, mask, *options, sink is not None and primitive.meta(sink), pin)
     entry = _entries.get(signature, _UNKNOWN)
     if isinstance(entry, str):
-        entry = _enter(query, key, value, mask, *options)
+        entry = _enter(query, key, value, mask, *options, sink, pin)
         primitive.remember(_entries, signature, entry)
     if entry is None:
         return None
@@ -78,13 +87,17 @@ def call(
     rng_state = new_state(query.device) if 0.0 < dropout_p < 1.0 else None
     primitive.count_call(entry.name)
     if torch.is_grad_enabled() and (
-        query.requires_grad or key.requires_grad or value.requires_grad or (mask is not None and mask.requires_grad)
+        query.requires_grad
+        or key.requires_grad
+        or value.requires_grad
+        or (mask is not None and mask.requires_grad)
+        or (sink is not None and sink.requires_grad)
     ):
         result: tuple[Tensor, Tensor] = autograd.Forward.apply(  # type: ignore[attr-defined]
-            entry.run, query, key, value, mask, rng_state, (dropout_p, is_causal, entry.scale, causal_alignment), pin
+            entry.run, query, key, value, mask, sink, rng_state, entry.options, pin
         )
         return result
-    return entry.run(ForwardInputs(query, key, value, mask, rng_state))
+    return entry.run(ForwardInputs(query, key, value, mask, rng_state, sink))
 
 
 def _enter(
@@ -97,12 +110,16 @@ def _enter(
     scale: float | None,
     enable_gqa: bool,
     causal_alignment: str,
+    window: tuple[int, ...] | None,
+    softcap: float | None,
+    sink: Tensor | None,
     pin: str | None,
 ) -> _Entry | None:
-    made = normalize(query, key, value, mask, dropout_p, is_causal, scale, enable_gqa, causal_alignment)
+    made = normalize(
+        query, key, value, mask, dropout_p, is_causal, scale, enable_gqa, causal_alignment, window, softcap, sink
+    )
     if made.q is not query or made.k is not key or made.v is not value or made.lead is not None:
         return None
-    name, run = primitive.plan_forward(
-        made.q, made.k, made.v, made.mask, dropout_p, is_causal, made.scale, causal_alignment, pin
-    )
-    return _Entry(made.scale, 0 if mask is None else 4 - mask.dim(), name, run)
+    options = (dropout_p, is_causal, made.scale, causal_alignment, made.window, softcap)
+    name, run = primitive.plan_forward(made.q, made.k, made.v, made.mask, sink, options, pin)
+    return _Entry(options, 0 if mask is None else 4 - mask.dim(), name, run)

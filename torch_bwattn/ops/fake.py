@@ -33,13 +33,17 @@ def _backward(
     causal_alignment: str,
     output_mask: list[bool],
     backend: str | None = None,
+    window_size: list[int] | None = None,
+    softcap: float | None = None,
+    sink: Tensor | None = None,
 ) -> tuple[Tensor, ...]:
     grads = [
         empty_like_order(t, t.shape[3]) if want else query.new_empty(0)
         for t, want in zip((query, key, value), output_mask[:3], strict=True)
     ]
     dmask = torch.empty_like(attn_mask, memory_format=torch.contiguous_format) if output_mask[3] else query.new_empty(0)  # type: ignore[arg-type]
-    return (*grads, dmask)
+    dsink = torch.empty_like(sink, memory_format=torch.contiguous_format) if output_mask[4] else query.new_empty(0)  # type: ignore[arg-type]
+    return (*grads, dmask, dsink)
 
 
 torch.library.register_fake(f"{NAMESPACE}::sdpa_forward", _forward, lib=library)

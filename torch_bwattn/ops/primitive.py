@@ -8,20 +8,20 @@ description anew.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..backends.base import BackwardFn, BackwardInputs, ForwardFn, ForwardInputs, Grads
-from ..problem import describe
+from ..backends.base import BackwardFn, BackwardInputs, ForwardFn, ForwardInputs, Grads, Wanted
+from ..problem import Problem, Window, describe, resolve_window
 from ..selection.choose import choose
 from ..selection.pin import pinned
 from .schema import library
 
-Options = tuple[float, bool, float, str]
-"""dropout_p, is_causal, scale, causal_alignment: the scalars that forward and backward share."""
+Options = tuple[float, bool, float, str, Window | None, float | None]
+"""dropout_p, is_causal, scale, causal_alignment, window, softcap: what is no tensor in forward and backward alike."""
 
 _MOST_PLANS = 4096
 _forward_plans: dict[Hashable, tuple[str, ForwardFn]] = {}
@@ -75,23 +75,42 @@ def plan_forward(
     k: Tensor,
     v: Tensor,
     mask: Tensor | None,
-    dropout_p: float,
-    is_causal: bool,
-    scale: float,
-    causal_alignment: str,
+    sink: Tensor | None,
+    options: Options,
     pin: str | None,
 ) -> tuple[str, ForwardFn]:
     """The chosen backend's name and what it runs, made at most once per signature."""
-    key = signature(q, k, v, mask, dropout_p, is_causal, scale, causal_alignment, pin)
+    key = signature(q, k, v, mask, *options, sink is not None and meta(sink), pin)
     found = _forward_plans.get(key)
     if found is None:
-        problem = describe(
-            q, k, v, mask, scale=scale, is_causal=is_causal, causal_alignment=causal_alignment, dropout_p=dropout_p
-        )
+        problem = _describe(q, k, v, mask, sink, options)
         chosen = choose(problem, pin)
         found = chosen.name, chosen.forward(problem)
         remember(_forward_plans, key, found)
     return found
+
+
+def _describe(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, sink: Tensor | None, options: Options, **more: Any
+) -> Problem:
+    dropout_p, is_causal, scale, causal_alignment, window, softcap = options
+    return describe(
+        q, k, v, mask, sink=sink, dropout_p=dropout_p, is_causal=is_causal, scale=scale,
+        causal_alignment=causal_alignment, window=window, softcap=softcap, **more,
+    )  # fmt: skip
+
+
+def _packed(
+    dropout_p: float,
+    is_causal: bool,
+    scale: float,
+    causal_alignment: str,
+    window_size: Sequence[int] | None,
+    softcap: float | None,
+) -> Options:
+    """An operator's arguments as :data:`Options`, which can be part of a key."""
+    window = resolve_window(window_size, is_causal)
+    return dropout_p, is_causal, scale, causal_alignment, window, softcap
 
 
 def forward(
@@ -105,25 +124,27 @@ def forward(
     scale: float,
     causal_alignment: str,
     backend: str | None = None,
+    window_size: Sequence[int] | None = None,
+    softcap: float | None = None,
+    sink: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Run one 4-D forward: ``(out, lse)``."""
     pin = pinned() or backend
-    name, run = plan_forward(q, k, v, mask, dropout_p, is_causal, scale, causal_alignment, pin)
+    options = _packed(dropout_p, is_causal, scale, causal_alignment, window_size, softcap)
+    name, run = plan_forward(q, k, v, mask, sink, options, pin)
     count_call(name)
-    return run(ForwardInputs(q, k, v, mask, rng_state))
+    return run(ForwardInputs(q, k, v, mask, rng_state, sink))
 
 
-def gradients(x: BackwardInputs, options: Options, wanted: tuple[bool, bool, bool, bool], backend: str | None) -> Grads:
+def gradients(x: BackwardInputs, options: Options, wanted: Wanted, backend: str | None) -> Grads:
     """Run one 4-D backward; a gradient that is not wanted may be None."""
     pin = pinned() or backend
-    dropout_p, is_causal, scale, causal_alignment = options
-    extra = (meta(x.grad_out), meta(x.out), x.grad_lse is None, wanted[3], pin)
+    extra = (meta(x.grad_out), meta(x.out), x.grad_lse is None, wanted[3], x.sink is not None and meta(x.sink), pin)
     key = signature(x.q, x.k, x.v, x.mask, *options, *extra)
     run = _backward_plans.get(key)
     if run is None:
-        problem = describe(
-            x.q, x.k, x.v, x.mask,
-            scale=scale, is_causal=is_causal, causal_alignment=causal_alignment, dropout_p=dropout_p,
+        problem = _describe(
+            x.q, x.k, x.v, x.mask, x.sink, options,
             backward=True, mask_grad=wanted[3], lse_grad=x.grad_lse is not None, more=(x.grad_out, x.out),
         )  # fmt: skip
         run = choose(problem, pin).backward(problem)
@@ -147,15 +168,19 @@ def backward(
     causal_alignment: str,
     output_mask: list[bool],
     backend: str | None = None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    window_size: Sequence[int] | None = None,
+    softcap: float | None = None,
+    sink: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Run one 4-D backward; a gradient that is not wanted comes back as an empty tensor of shape ``[0]``."""
-    wanted = (output_mask[0], output_mask[1], output_mask[2], output_mask[3])
-    x = BackwardInputs(grad_out, grad_lse, q, k, v, mask, out, lse, rng_state)
-    grads = gradients(x, (dropout_p, is_causal, scale, causal_alignment), wanted, backend)
-    dq, dk, dv, dmask = (
+    wanted = (output_mask[0], output_mask[1], output_mask[2], output_mask[3], output_mask[4])
+    x = BackwardInputs(grad_out, grad_lse, q, k, v, mask, out, lse, rng_state, sink)
+    options = _packed(dropout_p, is_causal, scale, causal_alignment, window_size, softcap)
+    grads = gradients(x, options, wanted, backend)
+    dq, dk, dv, dmask, dsink = (
         grad if want and grad is not None else q.new_empty(0) for grad, want in zip(grads, wanted, strict=True)
     )
-    return dq, dk, dv, dmask
+    return dq, dk, dv, dmask, dsink
 
 
 for _key in ("CPU", "CUDA"):

@@ -16,7 +16,8 @@ NAMESPACE = "bwattn"
 
 _PUBLIC = (
     "Tensor query, Tensor key, Tensor value, Tensor? attn_mask=None, float dropout_p=0.0, bool is_causal=False, *, "
-    'float? scale=None, bool enable_gqa=False, str causal_alignment="top_left"'
+    'float? scale=None, bool enable_gqa=False, str causal_alignment="top_left", int[]? window_size=None, '
+    "float? softcap=None, Tensor? sink=None"
 )
 
 SCHEMAS = {
@@ -24,13 +25,14 @@ SCHEMAS = {
     "sdpa_with_lse": f"({_PUBLIC}) -> (Tensor out, Tensor lse)",
     "sdpa_forward": (
         "(Tensor query, Tensor key, Tensor value, Tensor? attn_mask, Tensor? rng_state, float dropout_p, "
-        "bool is_causal, float scale, str causal_alignment, str? backend=None) -> (Tensor out, Tensor lse)"
+        "bool is_causal, float scale, str causal_alignment, str? backend=None, int[]? window_size=None, "
+        "float? softcap=None, Tensor? sink=None) -> (Tensor out, Tensor lse)"
     ),
     "sdpa_backward": (
         "(Tensor grad_out, Tensor? grad_lse, Tensor query, Tensor key, Tensor value, Tensor? attn_mask, Tensor out, "
         "Tensor lse, Tensor? rng_state, float dropout_p, bool is_causal, float scale, str causal_alignment, "
-        "bool[4] output_mask, str? backend=None) "
-        "-> (Tensor grad_query, Tensor grad_key, Tensor grad_value, Tensor grad_mask)"
+        "bool[5] output_mask, str? backend=None, int[]? window_size=None, float? softcap=None, Tensor? sink=None) "
+        "-> (Tensor grad_query, Tensor grad_key, Tensor grad_value, Tensor grad_mask, Tensor grad_sink)"
     ),
 }
 

@@ -1,7 +1,8 @@
 """Batching rules of the primitives: the mapped dimension joins the batch.
 
 A call with dropout is mapped one sample at a time, because a sample's dropout mask counts from its own batch: so equal
-seeds (randomness="same") give equal masks. So is a call whose mask could only join the batch by a copy.
+seeds (randomness="same") give equal masks. So is a call whose mask could only join the batch by a copy, and one whose
+sink is mapped: a call has one sink for its whole batch.
 """
 
 from __future__ import annotations
@@ -15,6 +16,10 @@ from torch import Tensor
 from .schema import NAMESPACE, library
 
 Dims = Sequence[int | None]
+
+# Where the primitives take the sink, their last argument, which callers leave out with the other defaults.
+_FORWARD_SINK = 12
+_BACKWARD_SINK = 17
 
 
 def _front(tensor: Tensor | None, dim: int | None, size: int) -> Tensor | None:
@@ -52,11 +57,13 @@ def _fold(tensor: Tensor | None) -> Tensor | None:
 
 
 def _forward(info: Any, in_dims: Dims, *args: Any) -> tuple[Any, Any]:
+    args = (*args, *(None,) * (_FORWARD_SINK + 1 - len(args)))
     dims = _dims(in_dims, len(args))
     op, size = torch.ops.bwattn.sdpa_forward.default, info.batch_size
     query, mask, rng_state = args[0], args[3], args[4]
     batch = query.shape[0] if dims[0] is None else query.movedim(dims[0], 0).shape[1]
-    if rng_state is not None or not _mask_joins(mask, dims[3], batch) or size == 0:
+    own_sinks = dims[_FORWARD_SINK] is not None
+    if rng_state is not None or own_sinks or not _mask_joins(mask, dims[3], batch) or size == 0:
         return _loop(op, size, dims, args)
     q, k, v = (_fold(_front(t, d, size)) for t, d in zip(args[:3], dims[:3], strict=True))
     mask = mask if dims[3] is None else _fold(_front(mask, dims[3], size))
@@ -65,21 +72,25 @@ def _forward(info: Any, in_dims: Dims, *args: Any) -> tuple[Any, Any]:
 
 
 def _backward(info: Any, in_dims: Dims, *args: Any) -> tuple[Any, Any]:
+    args = (*args, *(None,) * (_BACKWARD_SINK + 1 - len(args)))
     dims = _dims(in_dims, len(args))
     op, size = torch.ops.bwattn.sdpa_backward.default, info.batch_size
     mask, rng_state, output_mask = args[5], args[8], args[13]
     query = args[2]
     batch = query.shape[0] if dims[2] is None else query.movedim(dims[2], 0).shape[1]
-    if rng_state is not None or output_mask[3] or not _mask_joins(mask, dims[5], batch) or size == 0:
+    # The gradients of a mask and of a sink are sums over a sample's own batch.
+    summed = output_mask[3] or output_mask[4] or dims[_BACKWARD_SINK] is not None
+    if rng_state is not None or summed or not _mask_joins(mask, dims[5], batch) or size == 0:
         return _loop(op, size, dims, args)
     folded = [_fold(_front(t, d, size)) if isinstance(t, Tensor) else t for t, d in zip(args, dims, strict=True)]
     folded[5] = mask if dims[5] is None else folded[5]
+    folded[_BACKWARD_SINK] = args[_BACKWARD_SINK]
     results = op(*folded)
     unfolded = tuple(
         r.unflatten(0, (size, batch)) if want else r.unsqueeze(0).expand(size, *r.shape)
         for r, want in zip(results, output_mask, strict=True)
     )
-    return unfolded, (0,) * 4
+    return unfolded, (0,) * 5
 
 
 torch.library.register_vmap(f"{NAMESPACE}::sdpa_forward", _forward, lib=library)

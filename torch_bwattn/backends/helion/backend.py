@@ -17,7 +17,7 @@ from ...layout import dense_strides
 from ...problem import Problem
 from ...target import capability
 from .. import reference
-from ..base import Backend, BackwardFn, BackwardInputs, ForwardFn, ForwardInputs, Grads, Verdict, no, yes
+from ..base import Backend, BackwardFn, BackwardInputs, ForwardFn, ForwardInputs, Grads, Verdict, Wanted, no, yes
 from . import configs, loader
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -48,6 +48,8 @@ class HelionBackend(Backend):
         if not (0 < problem.head_dim <= _WIDEST and 0 < problem.value_dim <= _WIDEST):
             widths = f"D={problem.head_dim} and Dv={problem.value_dim}"
             return no(f"its kernels take widths from 1 to {_WIDEST}, got {widths}")
+        if problem.low_diagonal is not None or problem.softcap is not None or problem.sink_dtype is not None:
+            return no("its kernels know no window, soft cap or sink yet")
         if problem.dropout_p == 1.0:
             return no("dropping everything needs no kernel")
         if problem.backward:
@@ -124,7 +126,7 @@ class _Backward:
         self._copies = 1
         self._layouts: tuple[tuple[Any, Any], ...] = ()
 
-    def __call__(self, x: BackwardInputs, wanted: tuple[bool, bool, bool, bool]) -> Grads:
+    def __call__(self, x: BackwardInputs, wanted: Wanted) -> Grads:
         problem = self.problem
         if problem.kv_len == 1:
             # The softmax over one key is constant: dq and dk are exactly those of lse, where delta would leave
@@ -144,7 +146,7 @@ class _Backward:
             self._run("dq", module.DQ, (*operands, dq, *self._options))
         if wanted[3] and x.mask is not None:
             dmask = self._mask_grad(x.mask, operands)
-        return dq, dk, dv, dmask
+        return dq, dk, dv, dmask, None
 
     def _prepare(self, x: BackwardInputs) -> ModuleType:
         """What every call shares: the kernels, their scalars, and the gradients' sizes and strides."""
