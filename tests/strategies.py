@@ -12,7 +12,7 @@ import torch
 from hypothesis import settings
 from hypothesis import strategies as st
 
-from .support.calls import LAYOUTS, Call, Mask, Operand
+from .support.calls import LAYOUTS, Call, Mask, Operand, Sink
 
 LOW_PRECISION = (torch.bfloat16, torch.float16)
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
@@ -106,6 +106,32 @@ def masks(draw: st.DrawFn, call: Call, kind: str, dtypes: tuple[str, ...] = MASK
 
 
 @st.composite
+def windows(draw: st.DrawFn, rows: int, columns: int) -> tuple[int, int]:
+    """(left, right): mostly smaller than the problem, so that it hides something."""
+    side = st.one_of(
+        st.sampled_from((-1, 0, 1, 2, 2**40)), st.integers(0, max(8, columns // 4)), st.integers(0, rows + columns)
+    )
+    return draw(side), draw(side)
+
+
+@st.composite
+def featured(draw: st.DrawFn, call: Call) -> Call:
+    """The same call with a window, a soft cap or a sink, or several of them."""
+    which = draw(st.sampled_from(("window", "softcap", "sink", "all", "window and sink")))
+    changes: dict[str, object] = {}
+    if "window" in which or which == "all":
+        changes["window_size"] = draw(windows(call.query.shape[-2], call.key.shape[-2]))
+        if not call.is_causal:
+            changes["causal_alignment"] = draw(st.sampled_from(("top_left", "bottom_right")))
+    if which in ("softcap", "all"):
+        changes["softcap"] = draw(st.sampled_from((0.5, 2.0, 15.0, 50.0, 1e6)))
+    if "sink" in which or which == "all":
+        content = draw(st.sampled_from(("random", "random", "large", "infinite")))
+        changes["sink"] = Sink(draw(st.sampled_from(("own", "float32"))), content, draw(st.booleans()))
+    return _replace(call, **changes)
+
+
+@st.composite
 def calls(
     draw: st.DrawFn,
     dtype: torch.dtype | None = None,
@@ -117,6 +143,7 @@ def calls(
     layouts: tuple[str, ...] = _LAYOUTS,
     ndims: tuple[int, ...] = (4, 4, 4, 3, 2, 5),
     needs_kernel: bool = False,
+    features: int = 25,
 ) -> Call:
     """A valid call with tensors of any rank, layout, mask, causal kind, scale and dropout.
 
@@ -130,6 +157,7 @@ def calls(
         layouts: memory layouts to draw from.
         ndims: ranks to draw from.
         needs_kernel: whether to leave out widths of 0 and the dropping of everything, for which no kernel runs.
+        features: of a hundred calls, how many have a window, a soft cap or a sink.
     """
     dtype = dtype or draw(st.sampled_from(DTYPES))
     kind = kind or draw(st.sampled_from(KINDS))
@@ -175,7 +203,7 @@ def calls(
         call = _replace(call, magnitude=0.1)
     if inner in ("bool", "additive"):
         call = _replace(call, mask=draw(masks(call, inner, mask_dtypes)))
-    return call
+    return draw(featured(call)) if features and probability(draw, features) else call
 
 
 def _replace(call: Call, **changes: object) -> Call:

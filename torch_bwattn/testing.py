@@ -7,6 +7,7 @@ Every test, benchmark, tuner and self-check of this package judges a result by o
 ``ref`` is PyTorch's math path in fp64 (:func:`oracle`), ``pt`` is PyTorch's math path in the input's own precision
 (:func:`pt_reference`), ``factor`` is 2 for outputs and 3 for gradients, and
 ``floor = 2 * max|(ref + 0.3 - 0.3) - ref|`` in the precision of the result.
+Both references are the math path's formula, written out, where a soft cap or a sink goes beyond that path.
 
 ``rounding`` is zero unless the caller passes a figure. :func:`judge` passes the one that :func:`oracle` computes where
 a score matrix has at most 2**22 elements: the first-order size of the roundings that a fused attention makes (see
@@ -49,7 +50,7 @@ _ROUNDING_MAX_SCORES = 1 << 22
 _SWAMPED = 1e6
 _LSE_ITEMSIZE = 4
 _CHUNK_BYTES = 1 << 28
-_RESULT_NAMES = ("out", "lse", "dq", "dk", "dv", "dmask")
+_RESULT_NAMES = ("out", "lse", "dq", "dk", "dv", "dmask", "dsink")
 
 
 @dataclass(frozen=True)
@@ -199,6 +200,7 @@ class Results:
         lse: natural-log log-sum-exp of the scores before dropout, ``[..., Sq]``; ``-inf`` where no key is visible.
         dq, dk, dv: gradients of query, key and value, in their shapes.
         dmask: gradient of an additive mask, in its shape.
+        dsink: gradient of the sink, in its shape.
         rounding: slack by result name, filled by :func:`oracle` for small problems.
     """
 
@@ -208,6 +210,7 @@ class Results:
     dk: torch.Tensor | None = None
     dv: torch.Tensor | None = None
     dmask: torch.Tensor | None = None
+    dsink: torch.Tensor | None = None
     rounding: dict[str, float] = field(default_factory=dict)
 
     def items(self) -> Iterator[tuple[str, torch.Tensor]]:
@@ -254,10 +257,14 @@ def oracle(
     scale: float | None = None,
     enable_gqa: bool = False,
     causal_alignment: str = "top_left",
+    window_size: Sequence[int] | None = None,
+    softcap: float | None = None,
+    sink: torch.Tensor | None = None,
     keep_mask: torch.Tensor | None = None,
     grad_out: torch.Tensor | None = None,
     grad_lse: torch.Tensor | None = None,
     needs_mask_grad: bool = False,
+    needs_sink_grad: bool = False,
     chunk_bytes: int = _CHUNK_BYTES,
 ) -> Results:
     """Attention by PyTorch's math path in fp64, with gradients, for any shapes that broadcast.
@@ -276,24 +283,38 @@ def oracle(
         enable_gqa: key and value heads serve ``Hq / Hkv`` query heads each.
         causal_alignment: ``"top_left"`` (key j is visible to query i when ``j <= i``) or ``"bottom_right"``
             (``j <= i + Skv - Sq``).
+        window_size: ``(left, right)``, -1 for no limit: key j is visible to query i when
+            ``i + offset - left <= j <= i + offset + right``, offset 0 or ``Skv - Sq`` by ``causal_alignment``.
+        softcap: scores become ``softcap * tanh(score / softcap)`` before the mask.
+        sink: ``[Hq]``, one more score for each row of a head, without a value.
         keep_mask: bool ``[..., Hq, Sq, Skv]``, the probabilities that dropout keeps.
         grad_out: gradient of the output. Gradients are computed if this or ``grad_lse`` is given.
         grad_lse: gradient of the LSE.
         needs_mask_grad: compute the gradient of an additive ``attn_mask`` too.
+        needs_sink_grad: compute the gradient of ``sink`` too.
         chunk_bytes: how much memory a chunk may take.
 
     Returns:
         fp64 results in the shapes of the call.
     """
-    call = _Call(dropout_p, is_causal, scale, enable_gqa, causal_alignment, torch.float64, torch.float64)
+    call = _Call(
+        dropout_p, is_causal, scale, enable_gqa, causal_alignment, torch.float64, torch.float64,
+        None if window_size is None else (window_size[0], window_size[1]), softcap,
+    )  # fmt: skip
     tensors = [tensor.detach().double() for tensor in (query, key, value)]
     mask = None if attn_mask is None else attn_mask.detach()
     if mask is not None and mask.dtype != torch.bool:
         mask = mask.double()
-    results = _chunked(call, tensors, mask, keep_mask, grad_out, grad_lse, needs_mask_grad, chunk_bytes)
+    wide_sink = None if sink is None else sink.detach().double()
+    needs = needs_mask_grad, needs_sink_grad
+    results = _chunked(call, tensors, mask, wide_sink, keep_mask, grad_out, grad_lse, needs, chunk_bytes)
     plane = query.shape[-2] * key.shape[-2]
     if 0 < plane <= _ROUNDING_MAX_SCORES:
-        results.rounding = _rounding(call, query.dtype, tensors, mask, keep_mask, grad_out, grad_lse, results)
+        results.rounding = _rounding(
+            call, query.dtype, tensors, mask, wide_sink, keep_mask, grad_out, grad_lse, results
+        )
+        if sink is not None and results.dsink is not None and results.dsink.numel():
+            results.rounding["dsink"] += float(torch.finfo(sink.dtype).eps / 2 * results.dsink.abs().amax())
     if query.dtype.itemsize < _LSE_ITEMSIZE:
         # An error of the LSE is a relative error of P, which is held in the inputs' precision itself.
         slack = torch.finfo(query.dtype).eps / 8
@@ -312,10 +333,14 @@ def pt_reference(
     scale: float | None = None,
     enable_gqa: bool = False,
     causal_alignment: str = "top_left",
+    window_size: Sequence[int] | None = None,
+    softcap: float | None = None,
+    sink: torch.Tensor | None = None,
     keep_mask: torch.Tensor | None = None,
     grad_out: torch.Tensor | None = None,
     grad_lse: torch.Tensor | None = None,
     needs_mask_grad: bool = False,
+    needs_sink_grad: bool = False,
     chunk_bytes: int = _CHUNK_BYTES,
 ) -> Results:
     """PyTorch's math path in the precision of the inputs: the ``pt`` of the accuracy rule.
@@ -330,10 +355,15 @@ def pt_reference(
         Results in the dtypes and shapes of the inputs.
     """
     wide = torch.float64 if query.dtype == torch.float64 else torch.float32
-    call = _Call(dropout_p, is_causal, scale, enable_gqa, causal_alignment, query.dtype, wide)
+    call = _Call(
+        dropout_p, is_causal, scale, enable_gqa, causal_alignment, query.dtype, wide,
+        None if window_size is None else (window_size[0], window_size[1]), softcap,
+    )  # fmt: skip
     tensors = [tensor.detach() for tensor in (query, key, value)]
     mask = None if attn_mask is None else attn_mask.detach()
-    return _chunked(call, tensors, mask, keep_mask, grad_out, grad_lse, needs_mask_grad, chunk_bytes)
+    own_sink = None if sink is None else sink.detach()
+    needs = needs_mask_grad, needs_sink_grad
+    return _chunked(call, tensors, mask, own_sink, keep_mask, grad_out, grad_lse, needs, chunk_bytes)
 
 
 @dataclass(frozen=True)
@@ -345,6 +375,13 @@ class _Call:
     causal_alignment: str
     dtype: torch.dtype
     lse_dtype: torch.dtype
+    window: tuple[int, int] | None = None
+    softcap: float | None = None
+
+    @property
+    def bounded(self) -> bool:
+        """Whether positions alone hide keys."""
+        return self.is_causal or self.window is not None
 
     def true_scale(self, width: int) -> float:
         if self.scale is not None:
@@ -361,10 +398,31 @@ def _batch_shape(call: _Call, query: torch.Tensor, key: torch.Tensor, value: tor
 
 
 def _visible(call: _Call, rows: slice, rows_total: int, columns: int, device: torch.device) -> torch.Tensor:
-    """The causal rule as a bool mask for some of the query rows."""
-    diagonal = columns - rows_total if call.causal_alignment == "bottom_right" else 0
-    row = torch.arange(rows.start, rows.stop, device=device).unsqueeze(-1)
-    return torch.arange(columns, device=device) <= row + diagonal
+    """The causal rule and the window as a bool mask for some of the query rows."""
+    offset = columns - rows_total if call.causal_alignment == "bottom_right" else 0
+    row = torch.arange(rows.start, rows.stop, device=device).unsqueeze(-1) + offset
+    column = torch.arange(columns, device=device)
+    visible = torch.ones_like(row == column)
+    if call.is_causal:
+        visible &= column <= row
+    left, right = call.window or (-1, -1)
+    if left >= 0:
+        visible &= column >= row - left
+    if right >= 0:
+        visible &= column <= row + right
+    return visible
+
+
+def _shown(
+    call: _Call, mask: torch.Tensor | None, rows: slice, rows_total: int, columns: int, device: torch.device
+) -> torch.Tensor | None:
+    """The mask, for some of the query rows, with what positions hide: bool or additive, None where all is visible."""
+    if not call.bounded:
+        return mask
+    visible = _visible(call, rows, rows_total, columns, device)
+    if mask is None:
+        return visible
+    return mask & visible if mask.dtype == torch.bool else mask.masked_fill(~visible, -math.inf)
 
 
 def _math(
@@ -373,8 +431,11 @@ def _math(
     key: torch.Tensor,
     value: torch.Tensor,
     mask: torch.Tensor | None,
+    sink: torch.Tensor | None,
     keep: torch.Tensor | None,
 ) -> torch.Tensor:
+    if call.softcap is not None or sink is not None:
+        return _written_out(call, query, key, value, mask, sink, keep)
     # The function behind sdpa_kernel(SDPBackend.MATH), called itself: the context manager sets flags of the whole
     # process, F.scaled_dot_product_attention may be patched, and only this takes a given dropout mask.
     # test_testing.py checks that the two agree bitwise.
@@ -388,6 +449,25 @@ def _math(
         enable_gqa=call.enable_gqa,
     )  # fmt: skip
     return out
+
+
+def _written_out(
+    call: _Call,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor | None,
+    sink: torch.Tensor | None,
+    keep: torch.Tensor | None,
+) -> torch.Tensor:
+    """The formula itself, in the precision of the LSE, rounded once at the end: for what PyTorch's math path lacks."""
+    p, _ = _softmax(_scores(call, query, key, mask), sink)
+    if call.dropout_p >= 1.0:
+        p = p * 0.0
+    elif keep is not None and call.dropout_p > 0.0:
+        p = p * keep / (1.0 - call.dropout_p)
+    (value,) = _repeat_heads(call, query, value)
+    return (p @ value.to(p.dtype)).to(call.dtype)
 
 
 def _repeat_heads(call: _Call, query: torch.Tensor, *tensors: torch.Tensor) -> list[torch.Tensor]:
@@ -404,6 +484,8 @@ def _scores(call: _Call, query: torch.Tensor, key: torch.Tensor, mask: torch.Ten
     """Scores in the precision of the LSE; the scale is applied to the query, so that D = 0 gives 0, as in PyTorch."""
     (key,) = _repeat_heads(call, query, key)
     scores = (query.to(call.lse_dtype) * call.true_scale(query.shape[-1])) @ key.to(call.lse_dtype).mT
+    if call.softcap is not None:
+        scores = call.softcap * torch.tanh(scores / call.softcap)
     if mask is None:
         return scores
     if mask.dtype == torch.bool:
@@ -411,28 +493,37 @@ def _scores(call: _Call, query: torch.Tensor, key: torch.Tensor, mask: torch.Ten
     return scores + mask.to(call.lse_dtype)
 
 
-def _lse(scores: torch.Tensor) -> torch.Tensor:
-    """Log-sum-exp of each row, with the softmax for its gradient, which is 0 where no key is visible.
+def _softmax(scores: torch.Tensor, sink: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+    """Softmax of each row, 0 where it sees nothing, and its log-sum-exp; the sink is in the denominators alone.
 
     torch.logsumexp has ``exp(scores - lse)`` for its gradient: NaN where no key is visible, and 1 instead of 1/n in a
     row of finfo.min, whose LSE is too large to hold the log of n.
     """
+    columns = scores.shape[-1]
+    if sink is not None:
+        # [H] beside [..., H, rows, keys], or [1] beside [rows, keys].
+        sink = sink.to(scores.dtype).unsqueeze(-1)
+        rows = torch.broadcast_shapes(scores.shape[:-1], sink.shape[scores.dim() == 2 :])
+        sink = (sink if scores.dim() > 2 else sink.squeeze(0)).expand(rows)
+        scores = torch.cat((scores.expand(*rows, columns), sink.unsqueeze(-1)), -1)
     if scores.shape[-1] == 0:
-        return scores.sum(-1) - math.inf
+        return scores, scores.sum(-1) - math.inf
     highest = scores.detach().amax(-1, keepdim=True)
     dead = highest == -math.inf
-    total = torch.exp(scores - highest.masked_fill(dead, 0.0)).masked_fill(dead, 1.0).sum(-1, keepdim=True)
-    return (highest + torch.log(total)).squeeze(-1)
+    exponentials = torch.exp(scores - highest.masked_fill(dead, 0.0))
+    total = exponentials.masked_fill(dead, 1.0).sum(-1, keepdim=True)
+    return (exponentials / total)[..., :columns], (highest + torch.log(total)).squeeze(-1)
 
 
 def _chunked(
     call: _Call,
     tensors: list[torch.Tensor],
     mask: torch.Tensor | None,
+    sink: torch.Tensor | None,
     keep: torch.Tensor | None,
     grad_out: torch.Tensor | None,
     grad_lse: torch.Tensor | None,
-    needs_mask_grad: bool,
+    needs: tuple[bool, bool],
     chunk_bytes: int,
 ) -> Results:
     if 0.0 < call.dropout_p < 1.0 and keep is None:
@@ -441,9 +532,11 @@ def _chunked(
     batch = _batch_shape(call, query, key, value)
     rows, columns = query.shape[-2], key.shape[-2]
     with_grad = grad_out is not None or grad_lse is not None
-    inputs = list(tensors)
-    if mask is not None and mask.dtype != torch.bool and needs_mask_grad:
-        inputs.append(mask)
+    inputs = dict(zip(("dq", "dk", "dv"), tensors, strict=True))
+    if mask is not None and mask.dtype != torch.bool and needs[0]:
+        inputs["dmask"] = mask
+    if sink is not None and needs[1]:
+        inputs["dsink"] = sink
     out = query.new_zeros(*batch, rows, value.shape[-1])
     lse = query.new_zeros(*batch, rows, dtype=call.lse_dtype)
     # About eight score-sized matrices live at once in a forward and backward of the math path.
@@ -452,28 +545,26 @@ def _chunked(
     chunks = list(_chunks(batch, rows, columns, limit, group))
     # Chunks are summed in the wide precision and rounded once, as one large product would be.
     wide = call.lse_dtype if len(chunks) > 1 else None
-    sums = [torch.zeros(t.shape, dtype=wide or t.dtype, device=t.device) for t in inputs] if with_grad else []
+    sums = {n: torch.zeros(t.shape, dtype=wide or t.dtype, device=t.device) for n, t in inputs.items() if with_grad}
     for index in chunks:
         lead, row = index[:-1], index[-1]
         kv_lead = _kv_heads(lead, key, group) if call.enable_gqa else lead
         whole = slice(0, max(columns, query.shape[-1], value.shape[-1]))
-        regions = [_region(query, (*lead, row, whole)), *(_region(t, (*kv_lead, whole, whole)) for t in (key, value))]
-        if len(inputs) == 4:
-            regions.append(_region(inputs[3], (*lead, row, whole)))
-        leaves = [
-            tensor[region].detach().requires_grad_(with_grad)
-            for tensor, region in zip(inputs, regions, strict=True)
-        ]  # fmt: skip
-        shown = None
-        if call.is_causal:
-            shown = _visible(call, row, rows, columns, query.device)
-        elif mask is not None:
-            shown = leaves[3] if len(leaves) == 4 else mask[_region(mask, (*lead, row, whole))]
+        regions = {"dq": _region(query, (*lead, row, whole))}
+        regions |= {name: _region(t, (*kv_lead, whole, whole)) for name, t in (("dk", key), ("dv", value))}
+        if mask is not None:
+            regions["dmask"] = _region(mask, (*lead, row, whole))
+        regions["dsink"] = _heads(lead)
+        leaves = {name: t[regions[name]].detach().requires_grad_(with_grad) for name, t in inputs.items()}
+        masked = leaves.get("dmask", None if mask is None else mask[regions.get("dmask", ())])
+        sunk = leaves.get("dsink", None if sink is None else sink[regions["dsink"]])
         kept = None if keep is None else keep[_region(keep, (*lead, row, whole))]
+        q, k, v = leaves["dq"], leaves["dk"], leaves["dv"]
         with torch.enable_grad():
-            part = _math(call, leaves[0], leaves[1], leaves[2], shown, kept)
+            shown = _shown(call, masked, row, rows, columns, query.device)
+            part = _math(call, q, k, v, shown, sunk, kept).expand(*out[index].shape)
             # Where the value alone has a batch, the LSE is the same for all of it.
-            part_lse = _lse(_scores(call, leaves[0], leaves[1], shown)).expand(part.shape[:-1])
+            part_lse = _softmax(_scores(call, q, k, shown), sunk)[1].expand(part.shape[:-1])
         out[index] = part.detach()
         lse[index] = part_lse.detach()
         pairs = [
@@ -483,12 +574,19 @@ def _chunked(
         ]
         if pairs:
             results, cotangents = zip(*pairs, strict=True)
-            grads = torch.autograd.grad(results, leaves, cotangents, allow_unused=True)
-            for total, region, grad in zip(sums, regions, grads, strict=True):
+            grads = torch.autograd.grad(results, list(leaves.values()), cotangents, allow_unused=True)
+            for name, grad in zip(leaves, grads, strict=True):
                 if grad is not None:
-                    total[region] += grad
-    final = [total.to(tensor.dtype) for total, tensor in zip(sums, inputs, strict=True)] if with_grad else [None] * 3
-    return Results(out, lse, *final)
+                    sums[name][regions[name]] += grad
+    found = Results(out, lse)
+    for name, total in sums.items():
+        setattr(found, name, total.to(inputs[name].dtype))
+    return found
+
+
+def _heads(lead: tuple[slice, ...]) -> tuple[slice, ...]:
+    """The part of a sink that belongs to a chunk: its heads, or all where the call has no head dimension."""
+    return lead[-1:] or (slice(None),)
 
 
 def _chunks(batch: tuple[int, ...], rows: int, columns: int, limit: int, group: int) -> Iterator[tuple[slice, ...]]:
@@ -534,6 +632,7 @@ def _rounding(
     dtype: torch.dtype,
     tensors: list[torch.Tensor],
     mask: torch.Tensor | None,
+    sink: torch.Tensor | None,
     keep: torch.Tensor | None,
     grad_out: torch.Tensor | None,
     grad_lse: torch.Tensor | None,
@@ -552,6 +651,11 @@ def _rounding(
         O           e_o    = ||P o rho o V|| + a(Skv) * (||P o V|| + |O|) + (u + e_l) * |O|
         delta       e_d    = ||e_o o dO|| + a * (|delta| + |dlse|), for the whole row
         dS          e_ds   = |dS| * (u + rho) + a(Dv) * P * ||dO o V||, and P * e_d + |dS| * e_l for the whole row
+
+    and a soft cap, with y the score before it and c' = 1 - (s / cap)^2 its slope,
+
+        score       e_s    = 6 * a * |s| + c' * (2 * a * |y| + a(D) * scale * ||q o k||)        dQ, dK from dS * c'
+        dsink       ||p_sink o (e_d + |delta| * (e_l + 8 * a))|| over batch and rows
 
     and the gradients collect e_ds, through K for dQ and through Q for dK, and rho through dO for dV. Each result is
     rounded once more when it is stored. Over 10,000 drawn problems, PyTorch's fused CPU attention and an emulated bf16
@@ -572,18 +676,17 @@ def _rounding(
         kv_lead = _kv_heads(lead, key, group) if call.enable_gqa else lead
         regions = {name: _region(tensor, (*lead, row, whole)) for name, tensor in targets.items()}
         regions["lse"] = index
+        regions["dsink"] = _heads(lead)
         for name, tensor in (("dk", key), ("dv", value)):
             regions[name] = _region(tensor, (*kv_lead, whole, whole))
-        shown = None
-        if call.is_causal:
-            shown = _visible(call, row, rows, columns, query.device)
-        elif mask is not None:
-            shown = mask[_region(mask, (*lead, row, whole))]
+        masked = None if mask is None else mask[_region(mask, (*lead, row, whole))]
+        shown = _shown(call, masked, row, rows, columns, query.device)
         figures = _roundings(
             call,
             (eps, acc),
             [query[q_region], key[regions["dk"]], value[regions["dv"]]],
             shown,
+            None if sink is None else sink[regions["dsink"]],
             None if keep is None else keep[_region(keep, (*lead, row, whole))],
             *(None if grad is None else grad[index] for grad in (grad_out, grad_lse)),
             with_gradients=results.dq is not None,
@@ -598,7 +701,8 @@ def _rounding(
             square[regions[name]] += figure
     rounding = {}
     for name, target in targets.items():
-        stored = (acc if name == "lse" else eps) * torch.where(torch.isfinite(target), target, 0.0).abs()
+        unit = {"lse": acc, "dsink": 0.0}.get(name, eps)  # a sink's dtype is its own: the caller adds that
+        stored = unit * torch.where(torch.isfinite(target), target, 0.0).abs()
         rounding[name] = float((squares[name].sqrt() + stored).amax())
     return rounding
 
@@ -608,6 +712,7 @@ def _roundings(
     units: tuple[float, float],
     tensors: list[torch.Tensor],
     shown: torch.Tensor | None,
+    sink: torch.Tensor | None,
     keep: torch.Tensor | None,
     grad_out: torch.Tensor | None,
     grad_lse: torch.Tensor | None,
@@ -619,7 +724,7 @@ def _roundings(
     query, key, value = tensors
     scale = abs(call.true_scale(query.shape[-1])) if query.shape[-1] else 0.0
     scores = _scores(call, query, key, shown)
-    lse = _lse(scores).unsqueeze(-1)
+    lse = _softmax(scores, sink)[1].unsqueeze(-1)
     dead = lse == -math.inf
     p = torch.exp(scores - lse.masked_fill(dead, 0.0)).nan_to_num(0.0)
     wide_k, wide_v = _repeat_heads(call, query, key, value)
@@ -639,6 +744,13 @@ def _roundings(
         return acc * (varied + torch.where(repeated, count / 2 * total, 0.0))
 
     e_s = 2 * acc * bounded(scores) + scale * sums(query, wide_k.mT)
+    slope = torch.ones_like(e_s)
+    if call.softcap is not None:
+        raw = (query * call.true_scale(query.shape[-1])) @ wide_k.mT
+        tanh = torch.tanh(raw / call.softcap)
+        slope = 1.0 - tanh * tanh
+        own = 2 * acc * raw.abs() + scale * sums(query, wide_k.mT)
+        e_s = 6 * acc * call.softcap * tanh.abs() + slope * own
     e_l = acc * (1 + 2 * bounded(lse)) + (p * e_s).norm(dim=-1, keepdim=True)
     rho = eps + e_s + 4 * acc
     dropped = p
@@ -659,9 +771,13 @@ def _roundings(
     e_d = (e_o * do).norm(dim=-1, keepdim=True) + acc * (delta.abs() + dlse.abs())
     own = ds.abs() * (eps + rho) + p * ratio * sums(do, wide_v.mT)
     shared = p * e_d + ds.abs() * e_l
-    by_row = e_d * (p @ wide_k).abs() + e_l * (ds @ wide_k).abs()
+    by_row = e_d * ((p * slope) @ wide_k).abs() + e_l * ((ds * slope) @ wide_k).abs()
+    figures["dmask"] = own + shared
+    own, shared, ds = own * slope, shared * slope, ds * slope
     figures["dq"] = scale * (norm(own, wide_k) + sums(ds, wide_k, 1.0) + by_row)
     figures["dk"] = scale * (norm((own + shared).mT, query) + sums(ds.mT, query, 1.0))
     figures["dv"] = norm((dropped * (rho + e_l)).mT, do) + sums(dropped.mT, do, 1.0)
-    figures["dmask"] = own + shared
+    if sink is not None:
+        p_sink = (1.0 - p.sum(-1, keepdim=True)).masked_fill(dead, 0.0)
+        figures["dsink"] = (p_sink * (e_d + delta.abs() * (e_l + 8 * acc))).squeeze(-1).norm(dim=-1)
     return figures

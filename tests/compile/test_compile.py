@@ -10,7 +10,7 @@ from hypothesis import given, settings
 
 import torch_bwattn
 from tests.strategies import calls, share
-from tests.support.calls import Call, Mask, Operand, build, run
+from tests.support.calls import Call, Mask, Operand, Sink, build, run
 from tests.support.check import check_call
 from tests.support.graphs import Graphs
 
@@ -23,6 +23,10 @@ KINDS = {
     "additive": {"mask": Mask((4, 9, 11), kind="own", needs_grad=True)},
     "mask_of_one_column": {"mask": Mask((2, 1, 9, 1), kind="own", needs_grad=True)},
     "scale": {"scale": -0.5},
+    "window": {"window_size": (3, 2), "causal_alignment": "bottom_right"},
+    "softcap": {"softcap": 2.0},
+    "sink": {"sink": Sink(), "with_lse_grad": True},
+    "window_softcap_sink": {"window_size": (4, -1), "softcap": 2.0, "sink": Sink("float32"), "is_causal": True},
 }
 
 
@@ -34,7 +38,7 @@ def compiled_run(call, tensors, entry, backend):
         "op": lambda *a, **k: (torch.ops.bwattn.sdpa(*a, **k), None),
     }
     function = torch.compile(functions[entry], fullgraph=True, backend=backend)
-    out, lse = function(tensors.query, tensors.key, tensors.value, tensors.mask, **call.arguments())
+    out, lse = function(tensors.query, tensors.key, tensors.value, tensors.mask, **call.arguments(), **tensors.sinks())
     outputs = [(out, tensors.grad_out)]
     if lse is not None and tensors.grad_lse is not None:
         outputs.append((lse, tensors.grad_lse))
@@ -62,7 +66,7 @@ def test_equals_eager(kind, entry):
     assert "bwattn.sdpa_forward.default" not in graphs.targets(graphs.backward), "the forward runs twice"
 
 
-@pytest.mark.parametrize("kind", ["plain", "causal", "additive"])
+@pytest.mark.parametrize("kind", ["plain", "causal", "additive", "window_softcap_sink"])
 def test_inductor(kind):
     """Inductor checks the real strides against the fake ones, and puts its own kernels around the op."""
     call = dataclasses.replace(CALL, **KINDS[kind])

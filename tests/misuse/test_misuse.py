@@ -95,6 +95,27 @@ MISUSES = [
     Misuse("alignment", "causal_alignment", ("middle",), {
         "is_causal": True, "causal_alignment": "middle"
     }, torch_raises=False),
+    Misuse("alignment_alone", "causal_alignment", ("bottom_right",), {
+        "causal_alignment": "bottom_right"
+    }, torch_raises=False),
+    Misuse("window_of_one", "window_size", ("(3,)",), {"window_size": (3,)}, torch_raises=False),
+    Misuse("window_of_three", "window_size", ("(1, 2, 3)",), {"window_size": (1, 2, 3)}, torch_raises=False),
+    Misuse("window_negative", "window_size", ("(-2, 0)",), {"window_size": (-2, 0)}, torch_raises=False),
+    Misuse("window_negative_right", "window_size", ("(0, -3)",), {
+        "window_size": (0, -3), "is_causal": True
+    }, torch_raises=False),
+    Misuse("softcap_zero", "softcap", ("0.0",), {"softcap": 0.0}, torch_raises=False),
+    Misuse("softcap_negative", "softcap", ("-2.0",), {"softcap": -2.0}, torch_raises=False),
+    Misuse("softcap_infinite", "softcap", ("inf",), {"softcap": math.inf}, torch_raises=False),
+    Misuse("softcap_nan", "softcap", ("nan",), {"softcap": math.nan}, torch_raises=False),
+    Misuse("sink_heads", "sink", ("(4,)", "(3,)"), {"sink": normal(3)}, torch_raises=False),
+    Misuse("sink_of_kv_heads", "sink", ("(4,)", "(2,)"), heads(2, enable_gqa=True, sink=normal(2)), torch_raises=False),
+    Misuse("sink_scalar", "sink", ("(4,)", "()"), {"sink": normal()}, torch_raises=False),
+    Misuse("sink_2d", "sink", ("(4,)", "(4, 1)"), {"sink": normal(4, 1)}, torch_raises=False),
+    Misuse("sink_dtype", "sink", ("float32", "float64"), {"sink": normal(4, dtype=torch.float64)}, torch_raises=False),
+    Misuse("sink_half", "sink", ("float32", "float16"), {"sink": normal(4, dtype=torch.float16)}, torch_raises=False),
+    Misuse("sink_int", "sink", ("float32", "int64"), {"sink": torch.ones(4, dtype=torch.int64)}, torch_raises=False),
+    Misuse("sink_device", "sink", ("meta", "cpu"), {"sink": torch.empty(4, device="meta")}, torch_raises=False),
 ]  # fmt: skip
 BY_NAME = {misuse.name: misuse for misuse in MISUSES}
 
@@ -147,7 +168,9 @@ def test_the_same_text_compiled(name, entry):
 @pytest.mark.parametrize(
     "changes",
     [{"query": None}, {"query": [1.0]}, {"attn_mask": [1.0]}, {"dropout_p": None}, {"dropout_p": "x"}, {"scale": "x"},
-     {"is_causal": "yes"}, {"enable_gqa": "yes"}, {"causal_alignment": 3}, {"softcap": 30.0}],
+     {"is_causal": "yes"}, {"enable_gqa": "yes"}, {"causal_alignment": 3},
+     {"softcap": "x"}, {"window_size": 3}, {"window_size": (1.5, 2)}, {"window_size": "ab"}, {"sink": [1.0]},
+     {"sink": 1.0}, {"unknown": 30.0}],
     ids=str,
 )  # fmt: skip
 def test_wrong_kinds_of_argument(entry, changes):

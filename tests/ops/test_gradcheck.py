@@ -9,7 +9,23 @@ from torch.autograd import forward_ad, gradcheck
 import torch_bwattn
 from torch_bwattn.testing import oracle
 
-KINDS = ("plain", "causal", "bottom_right", "bool", "additive", "gqa", "dead_rows", "broadcast", "scale_negative")
+KINDS = (
+    "plain",
+    "causal",
+    "bottom_right",
+    "bool",
+    "additive",
+    "gqa",
+    "dead_rows",
+    "broadcast",
+    "scale_negative",
+    "window",
+    "window_and_mask",
+    "softcap",
+    "sink",
+    "sink_of_dead_rows",
+    "all_features",
+)
 
 
 def inputs_of(kind, seed=0):
@@ -19,7 +35,7 @@ def inputs_of(kind, seed=0):
         return torch.randn(shape, generator=generator, dtype=torch.float64).requires_grad_()
 
     query, key, value = leaf(2, 4, 3, 3), leaf(2, 4, 5, 3), leaf(2, 4, 5, 2)
-    keywords, mask = {}, None
+    keywords, mask, sink = {}, None, None
     if kind in ("causal", "bottom_right"):
         keywords = {"is_causal": True, "causal_alignment": "bottom_right" if kind == "bottom_right" else "top_left"}
     elif kind == "bool":
@@ -36,13 +52,32 @@ def inputs_of(kind, seed=0):
         key, value, mask = leaf(1, 5, 3), leaf(4, 5, 2), leaf(5)
     elif kind == "scale_negative":
         keywords = {"scale": -0.7}
-    return (query, key, value, mask), keywords
+    elif kind == "window":
+        keywords = {"window_size": (1, 0), "causal_alignment": "bottom_right"}
+    elif kind == "window_and_mask":
+        keywords, mask = {"window_size": (-1, 1)}, leaf(3, 1)
+    elif kind == "softcap":
+        keywords = {"softcap": 0.8}
+    elif kind == "sink":
+        sink = leaf(4)
+    elif kind == "sink_of_dead_rows":
+        keywords, sink = {"window_size": (0, 0), "causal_alignment": "bottom_right"}, leaf(4)
+        key, value = leaf(2, 4, 2, 3), leaf(2, 4, 2, 2)
+    elif kind == "all_features":
+        keywords, mask, sink = {"window_size": (2, 1), "softcap": 1.3}, leaf(4, 3, 5), leaf(4)
+    tensors = (query, key, value, mask)
+    return (tensors if sink is None else (*tensors, sink)), keywords
+
+
+def attend(op, *args, **keywords):
+    """Calls with the sink, if any, as the fifth argument."""
+    return op(*args[:4], **keywords, **({"sink": args[4]} if len(args) > 4 else {}))
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_gradcheck_of_the_output(kind):
     args, keywords = inputs_of(kind)
-    assert gradcheck(lambda *args: torch.ops.bwattn.sdpa(*args, **keywords), args, fast_mode=False)
+    assert gradcheck(lambda *args: attend(torch.ops.bwattn.sdpa, *args, **keywords), args, fast_mode=False)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -50,7 +85,7 @@ def test_gradcheck_of_output_and_lse(kind):
     args, keywords = inputs_of(kind)
 
     def both(*args):
-        out, lse = torch.ops.bwattn.sdpa_with_lse(*args, **keywords)
+        out, lse = attend(torch.ops.bwattn.sdpa_with_lse, *args, **keywords)
         return out, lse.masked_fill(lse == -torch.inf, 0.0)
 
     assert gradcheck(both, args, fast_mode=False)

@@ -7,7 +7,7 @@ import dataclasses
 import pytest
 import torch
 
-from tests.support.calls import Call, Mask, Operand, Tensors, build, run
+from tests.support.calls import Call, Mask, Operand, Sink, Tensors, build, run
 from tests.support.observe import OpCalls
 
 LAYOUTS = ("contiguous", "bshd", "sliced", "expanded_lead", "stepped", "offset")
@@ -19,6 +19,9 @@ KINDS = {
     "bool": {"mask": Mask((2, 1, 6, 7), kind="bool")},
     "additive": {"mask": Mask((4, 1, 7), kind="own", needs_grad=True), "with_lse_grad": True},
     "dropout": {"dropout_p": 0.5},
+    "window": {"window_size": (2, 1)},
+    "softcap": {"softcap": 2.0, "is_causal": True},
+    "sink": {"sink": Sink("float32"), "with_lse_grad": True},
 }
 UTILITIES = ("test_schema", "test_faketensor", "test_aot_dispatch_dynamic")
 
@@ -29,13 +32,14 @@ def call_of(kind: str, layout: str, needs_grad: bool) -> Call:
     if needs_grad:
         return call
     mask = call.mask and dataclasses.replace(call.mask, needs_grad=False)
-    return dataclasses.replace(call, needs_grad=(False, False, False), mask=mask)
+    sink = call.sink and dataclasses.replace(call.sink, needs_grad=False)
+    return dataclasses.replace(call, needs_grad=(False, False, False), mask=mask, sink=sink)
 
 
 def arguments(call: Call, tensors: Tensors) -> tuple[tuple, dict]:
     positional = (tensors.query, tensors.key, tensors.value, tensors.mask, call.dropout_p, call.is_causal)
-    keywords = {name: call.arguments()[name] for name in ("scale", "enable_gqa", "causal_alignment")}
-    return positional, keywords
+    keywords = {name: value for name, value in call.arguments().items() if name not in ("dropout_p", "is_causal")}
+    return positional, {**keywords, **tensors.sinks()}
 
 
 @pytest.mark.parametrize("needs_grad", [False, True], ids=["no_grad", "grad"])
@@ -67,6 +71,8 @@ def test_forward_primitive(kind, layout, needs_grad):
         inputs[:3] = [tensor.detach().requires_grad_() for tensor in inputs[:3]]
         if kind == "additive":
             inputs[3] = inputs[3].detach().requires_grad_()
+        if kind == "sink":
+            inputs[-1] = inputs[-1].detach().requires_grad_()
     torch.library.opcheck(
         torch.ops.bwattn.sdpa_forward, tuple(inputs), test_utils=(*UTILITIES, "test_autograd_registration")
     )
@@ -99,7 +105,8 @@ def test_schemas():
     """The positional signature of F.scaled_dot_product_attention, further features keyword-only."""
     expected = (
         "(Tensor query, Tensor key, Tensor value, Tensor? attn_mask=None, float dropout_p=0., bool is_causal=False, *,"
-        ' float? scale=None, bool enable_gqa=False, str causal_alignment="top_left") -> '
+        ' float? scale=None, bool enable_gqa=False, str causal_alignment="top_left", int[]? window_size=None,'
+        " float? softcap=None, Tensor? sink=None) -> "
     )
     assert str(torch.ops.bwattn.sdpa.default._schema) == f"bwattn::sdpa{expected}Tensor"
     assert str(torch.ops.bwattn.sdpa_with_lse.default._schema).startswith(f"bwattn::sdpa_with_lse{expected}(Tensor")

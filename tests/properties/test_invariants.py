@@ -17,7 +17,7 @@ from tests.support.calls import Call, Operand, build, run
 from tests.support.check import references
 from torch_bwattn.testing import Results, judge
 
-FOUR_D = {"ndims": (4,), "layouts": ("contiguous", "bshd")}
+FOUR_D = {"ndims": (4,), "layouts": ("contiguous", "bshd"), "features": 0}
 
 
 def check_same(call: Call, tensors, results: Results) -> None:

@@ -44,6 +44,15 @@ class Mask(Operand):
 
 
 @dataclass(frozen=True)
+class Sink:
+    """A logit for each query head: ``kind`` is own (the query's dtype) or float32."""
+
+    kind: str = "own"
+    content: str = "random"
+    needs_grad: bool = True
+
+
+@dataclass(frozen=True)
 class Call:
     """Everything that determines one call, its inputs and its incoming gradients."""
 
@@ -63,6 +72,9 @@ class Call:
     with_out_grad: bool = True
     with_lse_grad: bool = False
     needs_grad: tuple[bool, bool, bool] = (True, True, True)
+    window_size: tuple[int, int] | None = None
+    softcap: float | None = None
+    sink: Sink | None = None
 
     def _broadcast(self, *operands: Operand) -> tuple[int, ...]:
         leads = [operand.shape[:-2] for operand in operands]
@@ -96,6 +108,8 @@ class Call:
             "scale": self.scale,
             "enable_gqa": self.enable_gqa,
             "causal_alignment": self.causal_alignment,
+            **({} if self.window_size is None else {"window_size": self.window_size}),
+            **({} if self.softcap is None else {"softcap": self.softcap}),
         }
 
 
@@ -109,10 +123,19 @@ class Tensors:
     mask: torch.Tensor | None
     grad_out: torch.Tensor | None
     grad_lse: torch.Tensor | None
+    sink: torch.Tensor | None = None
+
+    def named_inputs(self) -> dict[str, torch.Tensor]:
+        """The inputs by the name of their gradient."""
+        named = {"dq": self.query, "dk": self.key, "dv": self.value, "dmask": self.mask, "dsink": self.sink}
+        return {name: tensor for name, tensor in named.items() if tensor is not None}
 
     def inputs(self) -> list[torch.Tensor]:
-        tensors = [self.query, self.key, self.value]
-        return tensors if self.mask is None else [*tensors, self.mask]
+        return list(self.named_inputs().values())
+
+    def sinks(self) -> dict[str, torch.Tensor]:
+        """The sink as a keyword argument, if there is one."""
+        return {} if self.sink is None else {"sink": self.sink}
 
 
 def lay_out(tensor: torch.Tensor, layout: str) -> torch.Tensor:
@@ -172,7 +195,21 @@ def build(call: Call, device: torch.device | str = "cpu") -> Tensors:
     grad_out = lay_out(normal(call.out_shape, call.dtype), call.grad_out) if call.with_out_grad else None
     lse_dtype = torch.float64 if call.dtype == torch.float64 else torch.float32
     grad_lse = normal(call.scores_shape[:-1], lse_dtype) if call.with_lse_grad else None
-    return Tensors(*operands, mask, grad_out, grad_lse)
+    sink = None
+    if call.sink is not None:
+        values = _sink_values(call.batch[-1] if call.batch else 1, call.sink, generator)
+        sink = values.to(call.dtype if call.sink.kind == "own" else torch.float32).to(device)
+        sink.requires_grad_(call.sink.needs_grad)
+    return Tensors(*operands, mask, grad_out, grad_lse, sink)
+
+
+def _sink_values(heads: int, sink: Sink, generator: torch.Generator) -> torch.Tensor:
+    values = torch.randn(heads, generator=generator)
+    if sink.content == "large":
+        values = 6.0 + 6.0 * values
+    elif sink.content == "infinite":
+        values = values.masked_fill(torch.rand(heads, generator=generator) < 0.5, -math.inf)
+    return values
 
 
 def _mask_values(call: Call, mask: Mask, generator: torch.Generator) -> torch.Tensor:
@@ -201,20 +238,17 @@ def run(call: Call, tensors: Tensors, entry: str = "function") -> Results:
     the output alone.
     """
     args = (tensors.query, tensors.key, tensors.value, tensors.mask)
+    arguments = {**call.arguments(), **tensors.sinks()}
     if entry == "function":
-        out, lse = torch_bwattn.sdpa(*args, **call.arguments(), return_lse=True)
+        out, lse = torch_bwattn.sdpa(*args, **arguments, return_lse=True)
     elif entry == "op_lse":
-        out, lse = torch.ops.bwattn.sdpa_with_lse(*args, **call.arguments())
+        out, lse = torch.ops.bwattn.sdpa_with_lse(*args, **arguments)
     else:
-        out, lse = torch.ops.bwattn.sdpa(*args, **call.arguments()), None
+        out, lse = torch.ops.bwattn.sdpa(*args, **arguments), None
     results = Results(out=out, lse=lse)
     pairs = [(out, tensors.grad_out), (lse, tensors.grad_lse)]
     outputs = [(result, grad) for result, grad in pairs if result is not None and grad is not None]
-    wanted = {
-        name: tensor
-        for name, tensor in zip(("dq", "dk", "dv", "dmask"), tensors.inputs(), strict=False)
-        if tensor.requires_grad
-    }
+    wanted = {name: tensor for name, tensor in tensors.named_inputs().items() if tensor.requires_grad}
     if outputs and wanted:
         grads = torch.autograd.grad(
             [result for result, _ in outputs],

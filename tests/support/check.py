@@ -22,10 +22,12 @@ def references(call: Call, tensors: Tensors, seed: int | None = None) -> tuple[R
         keep = keep_mask(seed, call.scores_shape, call.dropout_p).to(tensors.query.device)
     arguments: dict[str, Any] = {
         **call.arguments(),
+        **tensors.sinks(),
         "keep_mask": keep,
         "grad_out": tensors.grad_out,
         "grad_lse": tensors.grad_lse,
         "needs_mask_grad": call.mask is not None and call.mask.needs_grad,
+        "needs_sink_grad": call.sink is not None and call.sink.needs_grad,
     }
     inputs = (tensors.query, tensors.key, tensors.value, tensors.mask)
     return oracle(*inputs, **arguments), pt_reference(*inputs, **arguments)
@@ -62,8 +64,8 @@ def check_metadata(call: Call, tensors: Tensors, results: Results) -> None:
         assert tuple(results.lse.shape) == call.scores_shape[:-1]
         assert results.lse.dtype == (torch.float64 if call.dtype == torch.float64 else torch.float32)
     check_order(call, results.out)
-    gradients = (results.dq, results.dk, results.dv, results.dmask)
-    for tensor, gradient in zip(tensors.inputs(), gradients, strict=False):
+    for name, tensor in tensors.named_inputs().items():
+        gradient = getattr(results, name)
         if gradient is not None:
             assert gradient.shape == tensor.shape
             assert gradient.dtype == tensor.dtype

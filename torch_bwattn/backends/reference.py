@@ -7,8 +7,8 @@ For a block of rows, with all keys a row may see in hand, softmax needs no onlin
     dV = (P * keep / (1 - p))^T dO    dP = (dO V^T) * keep / (1 - p)    dS = P * (dP - sum(P * dP) + dlse)
     dQ = scale * dS K                 dK = scale * dS^T Q               dmask = dS, summed to the mask's shape
 
-With a soft cap c, cap(x) = c * tanh(x / c), and dQ and dK take dS * (1 - tanh(x / c)^2). A sink is one more score of its
-row, with no value: max and l include it, its P is p_sink = exp(sink - lse), and
+With a soft cap c, cap(x) = c * tanh(x / c), and dQ and dK take dS * (1 - tanh(x / c)^2). A sink is one more score of
+its row, with no value: max and l include it, its P is p_sink = exp(sink - lse), and
 
     dsink = -p_sink * (sum(P * dP) - dlse), summed over batch and rows
 
