@@ -173,7 +173,9 @@ def backward(
     sink: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Run one 4-D backward; a gradient that is not wanted comes back as an empty tensor of shape ``[0]``."""
-    wanted = (output_mask[0], output_mask[1], output_mask[2], output_mask[3], output_mask[4])
+    # A graph that torch.compile cached on disk before there were sinks says nothing of theirs.
+    wants_dsink = len(output_mask) > 4 and output_mask[4]
+    wanted = (output_mask[0], output_mask[1], output_mask[2], output_mask[3], wants_dsink)
     x = BackwardInputs(grad_out, grad_lse, q, k, v, mask, out, lse, rng_state, sink)
     options = _packed(dropout_p, is_causal, scale, causal_alignment, window_size, softcap)
     grads = gradients(x, options, wanted, backend)
