@@ -46,7 +46,10 @@ def fast_row_maximum():
 
 @dataclass(frozen=True)
 class Features:
-    """What a kernel is compiled for: each combination is bound once, then serves every length."""
+    """What a kernel is compiled for: each combination is bound once, then serves every length.
+
+    A window has a left side, and a right one if ``causal``.
+    """
 
     dtype: torch.dtype = torch.float32
     widths: tuple[int, int] = (16, 16)
@@ -54,12 +57,17 @@ class Features:
     mask: torch.dtype | None = None
     dropout: bool = False
     negative_scale: bool = False
+    window: bool = False
+    softcap: bool = False
+    sink: torch.dtype | None = None
     tile: tuple[int, int] = (32, 16)
 
     def __str__(self) -> str:
         mask = None if self.mask is None else f"{self.mask} mask"
         flags = ("causal" if self.causal else None, mask, "dropout" if self.dropout else None)
         sign = "negative scale" if self.negative_scale else None
+        flags += ("window" if self.window else None, "softcap" if self.softcap else None)
+        flags += (None if self.sink is None else f"{self.sink} sink",)
         tile = "x".join(map(str, self.tile))
         return " ".join(filter(None, (f"{self.dtype} D{self.widths} {tile}", *flags, sign))).replace("torch.", "")
 
@@ -80,6 +88,16 @@ class Problem:
     mask_content: str = "random"
     layout: str = "contiguous"
     seed: int = 0
+    left: int = 7
+    right: int = 3
+    softcap: float = 2.0
+
+    def diagonals(self, features: Features) -> dict[str, int | None]:
+        """As the kernel takes them."""
+        offset = self.keys - self.rows if self.bottom_right else 0
+        if not features.window:
+            return {"diagonal": offset, "low_diagonal": None}
+        return {"diagonal": offset + self.right, "low_diagonal": offset - self.left}
 
 
 FEATURES = (
@@ -105,6 +123,16 @@ FEATURES = (
     Features(dtype=torch.float16, dropout=True, causal=True, widths=(8, 16)),
     Features(dropout=True, mask=torch.bool, tile=(16, 32)),
     Features(dropout=True, mask=torch.float32, causal=True),
+    Features(window=True, causal=True),
+    Features(window=True, causal=True, tile=(16, 64), sink=torch.float32),
+    Features(window=True, tile=(16, 16)),
+    Features(dtype=torch.float16, window=True, causal=True, mask=torch.bool, tile=(16, 32)),
+    Features(window=True, causal=True, mask=torch.float32, dropout=True),
+    Features(softcap=True, causal=True),
+    Features(dtype=torch.float16, softcap=True, negative_scale=True, mask=torch.float16),
+    Features(sink=torch.float32),
+    Features(dtype=torch.float16, sink=torch.float16, dropout=True, mask=torch.bool),
+    Features(window=True, causal=True, softcap=True, sink=torch.float32, mask=torch.float32, widths=(24, 40)),
 )
 
 _LENGTHS = (0, 1, 2, 3, 15, 16, 17, 31, 32, 33, 40, 47, 65)
@@ -129,6 +157,9 @@ def problems(draw: st.DrawFn, features: Features) -> Problem:
         mask_content=draw(st.sampled_from(("random", "dead rows", "extreme"))),
         layout=draw(st.sampled_from(("contiguous", "bshd", "stepped", "one head", "offset"))),
         seed=draw(st.integers(0, 2**16)),
+        left=draw(st.sampled_from((0, 1, 5, 16, 17, 31, 40, 100))),
+        right=draw(st.sampled_from((0, 1, 4, 15, 16, 33, 100))),
+        softcap=draw(st.sampled_from((0.4, 2.0, 50.0, 1e6))),
     )
 
 
@@ -172,14 +203,25 @@ def output(shape: tuple[int, ...], dtype: torch.dtype) -> tuple[torch.Tensor, to
     return memory[tuple(slice(1, -1) for _ in shape)], memory
 
 
+def sink_of(features: Features, problem: Problem, heads: int) -> torch.Tensor | None:
+    """A logit for each query head, the last one -inf: no sink there."""
+    if features.sink is None:
+        return None
+    sink = torch.linspace(-1.0, 4.0, heads) + problem.seed % 3
+    sink[-1] = -math.inf
+    return sink.to(features.sink)
+
+
 def kernel_arguments(features, inputs, mask, problem, out, lse):
     from torch_bwattn.backends.helion import forward
 
-    rows, keys = inputs[0].shape[2], inputs[1].shape[2]
+    problem = replace(problem, rows=inputs[0].shape[2], keys=inputs[1].shape[2])
     return forward.forward_arguments(
         *inputs, mask, torch.tensor([SEED]) if features.dropout else None, out, lse,
         scale=problem.scale, dropout_p=problem.dropout_p if features.dropout else 0.0,
-        causal=features.causal, diagonal=keys - rows if problem.bottom_right else 0,
+        causal=features.causal, **problem.diagonals(features),
+        softcap=problem.softcap if features.softcap else None,
+        sink=sink_of(features, problem, inputs[0].shape[1]),
     )  # fmt: skip
 
 
@@ -227,7 +269,10 @@ def check(features: Features, problem: Problem, run=launch, **options) -> None:
     mask = None if features.mask is None else attention_mask(problem, features.mask, scores, generator).expand(scores)
     out, lse = run(features, (q, k, v), mask, problem, **options)
 
-    if features.causal and mask is not None:
+    window = None
+    if features.window:
+        window = (problem.left, problem.right if features.causal else -1)
+    elif features.causal and mask is not None:
         # The references take one or the other, as PyTorch does.
         diagonal = keys - rows if problem.bottom_right else 0
         seen = torch.arange(keys) <= torch.arange(rows).unsqueeze(1) + diagonal
@@ -235,10 +280,13 @@ def check(features: Features, problem: Problem, run=launch, **options) -> None:
     call = {
         "attn_mask": mask,
         "dropout_p": problem.dropout_p if features.dropout else 0.0,
-        "is_causal": features.causal and features.mask is None,
+        "is_causal": features.causal and features.mask is None and window is None,
         "causal_alignment": "bottom_right" if problem.bottom_right else "top_left",
         "scale": problem.scale,
         "enable_gqa": True,
+        "window_size": window,
+        "softcap": problem.softcap if features.softcap else None,
+        "sink": sink_of(features, problem, heads),
         "keep_mask": keep_mask(SEED, scores, problem.dropout_p) if features.dropout else None,
     }
     reference, pt = oracle(q, k, v, **call), pt_reference(q, k, v, **call)

@@ -22,6 +22,7 @@ from . import configs, loader
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _WIDEST = 256
+_LARGEST_CAP = 1e30  # with room in fp32 for the scale over it, and for its base-2 form
 
 
 @cache
@@ -48,8 +49,10 @@ class HelionBackend(Backend):
         if not (0 < problem.head_dim <= _WIDEST and 0 < problem.value_dim <= _WIDEST):
             widths = f"D={problem.head_dim} and Dv={problem.value_dim}"
             return no(f"its kernels take widths from 1 to {_WIDEST}, got {widths}")
-        if problem.low_diagonal is not None or problem.softcap is not None or problem.sink_dtype is not None:
-            return no("its kernels know no window, soft cap or sink yet")
+        if problem.softcap is not None and not 1.0 / _LARGEST_CAP < problem.softcap < _LARGEST_CAP:
+            return no(
+                f"its kernels hold soft caps from {1.0 / _LARGEST_CAP:g} to {_LARGEST_CAP:g}, got {problem.softcap}"
+            )
         if problem.dropout_p == 1.0:
             return no("dropping everything needs no kernel")
         if problem.backward:
@@ -74,7 +77,16 @@ def _switches(problem: Problem) -> dict[str, Any]:
         "dropout_p": problem.dropout_p,
         "causal": problem.diagonal is not None,
         "diagonal": problem.diagonal or 0,
+        "low_diagonal": problem.low_diagonal,
+        "softcap": problem.softcap,
     }
+
+
+def _sees_one_key(problem: Problem) -> bool:
+    """Whether no row sees more than one key, by the number of keys or by the window."""
+    if problem.diagonal is not None and problem.low_diagonal is not None and problem.diagonal <= problem.low_diagonal:
+        return True
+    return problem.kv_len == 1
 
 
 class _Forward:
@@ -95,7 +107,7 @@ class _Forward:
         out = torch.empty_strided(sizes, strides, dtype=problem.dtype, device=x.q.device)
         lse = torch.empty_strided(*self._lse, dtype=torch.float32, device=x.q.device)
         mask = x.mask if x.mask is None else _expanded(problem, x.mask)
-        self._launch(x.q, x.k, x.v, mask, x.rng_state, out, lse, *self._rest)
+        self._launch(x.q, x.k, x.v, mask, x.rng_state, x.sink, out, lse, *self._rest)
         return out, lse
 
     def _prepare(self, x: ForwardInputs) -> None:
@@ -107,14 +119,17 @@ class _Forward:
         lse = torch.empty(sizes[:3], dtype=torch.float32, device=x.q.device)
         self._lse = tuple(lse.shape), lse.stride()
         arguments = module.forward_arguments(
-            x.q, x.k, x.v, _expanded(problem, x.mask), x.rng_state, out, lse, **_switches(problem)
+            x.q, x.k, x.v, _expanded(problem, x.mask), x.rng_state, out, lse, sink=x.sink, **_switches(problem)
         )
-        self._rest = arguments[7:]
+        self._rest = arguments[8:]
         self._launch = module.FORWARD.prepare(arguments, configs.forward(problem).helion())
 
 
 class _Backward:
-    """One problem's backward: the row terms, then dK and dV, dQ, and the mask's gradient, each a launch of its own."""
+    """One problem's backward: the row terms, then dK and dV, dQ, and the mask's gradient, each a launch of its own.
+
+    The gradient of a sink is a sum over the row terms, left to PyTorch.
+    """
 
     def __init__(self, problem: Problem) -> None:
         self.problem = problem
@@ -128,7 +143,7 @@ class _Backward:
 
     def __call__(self, x: BackwardInputs, wanted: Wanted) -> Grads:
         problem = self.problem
-        if problem.kv_len == 1:
+        if problem.sink_dtype is None and _sees_one_key(problem):
             # The softmax over one key is constant: dq and dk are exactly those of lse, where delta would leave
             # rounding.
             return reference.backward(problem, x, wanted)
@@ -137,7 +152,7 @@ class _Backward:
         mask = x.mask if x.mask is None else _expanded(problem, x.mask)
         terms = self._row_terms(module, x, mask)
         operands = (q, k, v, mask, x.rng_state, x.grad_out, *terms)
-        dq = dk = dv = dmask = None
+        dq = dk = dv = dmask = dsink = None
         if wanted[1] or wanted[2]:
             dk, dv = k.new_empty_strided(*self._layouts[1]), v.new_empty_strided(*self._layouts[2])
             self._run("dkv", module.DKV, (*operands, dk, dv, *self._options, self._copies))
@@ -146,7 +161,10 @@ class _Backward:
             self._run("dq", module.DQ, (*operands, dq, *self._options))
         if wanted[3] and x.mask is not None:
             dmask = self._mask_grad(x.mask, operands)
-        return dq, dk, dv, dmask, None
+        if wanted[4] and x.sink is not None:
+            norm, delta, excess = terms
+            dsink = module.sink_gradient(x.sink, norm, delta, excess, self._options[2])
+        return dq, dk, dv, dmask, dsink
 
     def _prepare(self, x: BackwardInputs) -> ModuleType:
         """What every call shares: the kernels, their scalars, and the gradients' sizes and strides."""
@@ -157,7 +175,7 @@ class _Backward:
         return module
 
     def _row_terms(self, module: ModuleType, x: BackwardInputs, mask: Tensor | None) -> tuple[Tensor | None, ...]:
-        scale, _, keep_scale, diagonal, causal = self._options
+        scale, _, keep_scale, diagonal, causal, low_diagonal, softcap = self._options
         lse = x.lse.contiguous()
         dlse = None if x.grad_lse is None else x.grad_lse.contiguous()
         norm, delta = torch.empty_like(lse), torch.empty_like(lse)
@@ -165,7 +183,8 @@ class _Backward:
         if not self.additive:
             return norm, delta, None
         excess = torch.empty_like(lse)
-        self._run("excess", module.EXCESS, (x.q, x.k, mask, norm, excess, scale, diagonal, causal))
+        switches = scale, diagonal, causal, low_diagonal, softcap
+        self._run("excess", module.EXCESS, (x.q, x.k, mask, norm, excess, x.sink, *switches))
         return norm, delta, excess
 
     def _mask_grad(self, mask: Tensor, operands: tuple[Any, ...]) -> Tensor:

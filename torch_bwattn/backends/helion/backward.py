@@ -2,7 +2,7 @@
 
 With ``c`` the scale, ``g = 1 / (1 - p_drop)``, ``keep`` the dropout mask and, in fp32,
 
-    s_ij = c * q_i . k_j (+ mask_ij)        -inf where j is not visible to i
+    s_ij = cap(c * q_i . k_j) (+ mask_ij)   -inf where j is not visible to i; cap as in ``parts``
     P_ij = exp(s_ij - lse_i)                o_i = g * sum_j keep_ij P_ij v_j
 
 the gradients for given do_i and dlse_i are (Dao et al., 2022; the dlse term because d lse_i / d s_ij = P_ij)
@@ -10,6 +10,9 @@ the gradients for given do_i and dlse_i are (Dao et al., 2022; the dlse term bec
     dP_ij = g * keep_ij * do_i . v_j
     dS_ij = P_ij * (dP_ij - delta_i)        delta_i = do_i . o_i - dlse_i
     dv_j  = g * sum_i keep_ij P_ij do_i     dk_j = c * sum_i dS_ij q_i      dq_i = c * sum_j dS_ij k_j
+
+With a soft cap the last two take dS_ij * (1 - tanh_ij^2). A sink is in lse, so in P, and has no other part in them; its
+own gradient, :func:`sink_gradient`, needs the row terms alone: -sum_i exp(sink - lse_i) * delta_i.
 
 P is recomputed from lse, nothing of size M x N is stored. The factor g is taken out of the loops: kernels work with
 ``dS_ij / g = P_ij * (keep_ij do_i . v_j - delta_i / g)`` and multiply their sums by g once, so "delta" below is
@@ -21,7 +24,8 @@ delta_i / g.
 * ``norm``: lse in the units of the exponents (``parts.exponent_scale``), but +inf for a row without a visible key,
   because then ``exp(s - norm)`` is 0 without a comparison for each score, and NaN instead of +inf, as softmax has it.
 
-:data:`EXCESS` runs with an additive mask only, and writes ``excess_i = log2(sum_j exp(s_ij - lse_i))``. That is 0
+:data:`EXCESS` runs with an additive mask only, and writes ``excess_i = log2(sum_j exp(s_ij - lse_i))``, a sink
+counted among the scores. That is 0
 unless ``|lse_i|`` is so large that its rounding matters: the lse of a row of n times ``finfo.min`` is ``finfo.min``
 itself, log(n) is lost in it, and ``exp(s - lse)`` is 1 where P is 1 / n. The sum is taken only in tiles that hold such
 a row.
@@ -108,9 +112,12 @@ def attention_excess(
     mask: torch.Tensor,
     norm: torch.Tensor,
     excess: torch.Tensor,
+    sink: torch.Tensor | None,
     scale: float,
     diagonal: int,
     causal: hl.constexpr,
+    low_diagonal: int | None,
+    softcap: float | None,
 ) -> None:
     """Helion kernel function: the per-row term ``excess``. Block sizes: [block_m, block_n].
 
@@ -120,9 +127,12 @@ def attention_excess(
         mask: The additive mask expanded to [B, Hq, M, N].
         norm: From :func:`attention_delta`, [B, Hq, M].
         excess: Output [B, Hq, M].
+        sink: None, or the forward's [Hq].
         scale: Multiplies q . k.
         diagonal: Query i sees key j when j <= i + diagonal; not read unless ``causal``.
         causal: Whether attention is causal.
+        low_diagonal: None, or query i sees key j only when j >= i + low_diagonal.
+        softcap: None, or the bound of the scores before the mask.
     """
     B, Hq, M, D = q.shape
     _, Hkv, N, _ = k.shape
@@ -140,16 +150,20 @@ def attention_excess(
         d = hl.arange(parts.padded_width(D))
         q_tile = parts.load_rows(q, b, h, row, d, M, D, True)
         hk = h // (Hq // Hkv)
+        c = parts.score_scale(scale, softcap, mask)
         total = hl.full([block_m], 0.0, dtype=torch.float32)
+        if sink is not None:
+            total = parts.exp_shifted(hl.load(sink, [h]).to(torch.float32), row_norm, mask)
         for j in hl.grid(tiles):
             col = j * block_n + hl.arange(block_n)
             bound = col < N
             mask_tile = parts.load_mask(mask, b, h, row, col, inside[:, None] & bound[None, :])
             k_tile = parts.load_rows(k, b, hk, col, d, N, D, True)
             s = hl.dot(q_tile, k_tile.T, out_dtype=torch.float32)
-            exponent = parts.masked_exponents(s * scale, mask, mask_tile)
+            exponent = parts.exponents(parts.capped(s * c, softcap), softcap, mask)
+            exponent = parts.masked_exponents(exponent, mask, mask_tile)
             p = parts.exp_shifted(exponent, row_norm[:, None], mask)
-            seen = parts.visible(row[:, None], col[None, :], N, diagonal, causal)
+            seen = parts.visible(row[:, None], col[None, :], N, diagonal, causal, low_diagonal)
             total = total + torch.where(seen, p, 0.0).sum(-1)
         hl.store(excess, [b, h, row], torch.where(large, torch.log2(total), 0.0), extra_mask=inside)
 
@@ -171,6 +185,8 @@ def attention_dkv(
     keep_scale: float,
     diagonal: int,
     causal: hl.constexpr,
+    low_diagonal: int | None,
+    softcap: float | None,
     row_copies: hl.constexpr,
 ) -> None:
     """Helion kernel function: dK and dV. Block sizes: [block_n, block_m].
@@ -192,6 +208,8 @@ def attention_dkv(
         keep_scale: 1 / (1 - dropout_p), or 1.
         diagonal: Query i sees key j when j <= i + diagonal; not read unless ``causal``.
         causal: Whether attention is causal.
+        low_diagonal: None, or query i sees key j only when j >= i + low_diagonal.
+        softcap: None, or the bound of the scores before the mask.
         row_copies: See :func:`row_copies_for`.
     """
     B, Hq, M, D = q.shape
@@ -209,45 +227,50 @@ def attention_dkv(
         v_tile = parts.load_rows(v, b, hk, col, d_v, N, Dv, True)
         dk_sum = hl.zeros([block_n, parts.value_columns(Dv, D)], dtype=torch.float32)
         dv_sum = hl.zeros([block_n, parts.value_columns(D, Dv)], dtype=torch.float32)
-        c = parts.exponent_scale(scale, mask)
+        c = parts.score_scale(scale, softcap, mask)
         group = Hq // Hkv
-        whole = M // block_m
-        start, stop = _edge_tiles(i * block_n, block_n, M, N, mask, diagonal, causal, block_m)
-        edges = (M + block_m - 1) // block_m - whole + stop - start
+        start, stop, tail, end = _edge_tiles(i * block_n, block_n, M, N, mask, diagonal, causal, low_diagonal, block_m)
+        edges = end - tail + stop - start
         for g in hl.grid(group):
             h = hk * group + g
 
             for step in hl.grid(edges):
-                row = _positions(_edge_tile(step, start, stop, whole), hl.arange(block_m))
+                row = parts.positions(_edge_tile(step, start, stop, tail, low_diagonal), hl.arange(block_m))
                 bound = row < M
                 mask_t = parts.load_mask(mask, b, h, row[None, :], col[:, None], bound[None, :] & inside[:, None])
                 q_tile = parts.load_rows(q, b, h, row, d, M, D, True)
                 s_t = hl.dot(k_tile, q_tile.T, out_dtype=torch.float32)
                 row_norm = _row_values(norm, b, h, row, M, row_copies, block_m)
                 row_excess = _row_values(excess, b, h, row, M, row_copies, block_m)
-                p_t = _probabilities(s_t, c, row_norm, row_excess, mask, mask_t)
+                x_t = parts.capped(s_t * c, softcap)
+                p_t = _probabilities(parts.exponents(x_t, softcap, mask), row_norm, row_excess, mask, mask_t)
                 if causal:
                     p_t = torch.where((col - diagonal)[:, None] <= row[None, :], p_t, 0.0)
+                if low_diagonal is not None:
+                    p_t = torch.where((col - low_diagonal)[:, None] >= row[None, :], p_t, 0.0)
                 keep = _keep_t(rng_state, b * Hq + h, row, i, threshold, block_m, block_n)
                 do_tile = parts.load_rows(do, b, h, row, d_v, M, Dv, True)
                 dv_sum = hl.dot(_kept(p_t, keep).to(do.dtype), do_tile, acc=dv_sum)
                 dp_t = _kept(hl.dot(v_tile, do_tile.T, out_dtype=torch.float32), keep)
                 ds_t = p_t * (dp_t - _row_values(delta, b, h, row, M, row_copies, block_m))
+                ds_t = parts.uncapped(ds_t, x_t, softcap)
                 dk_sum = hl.dot(ds_t.to(q.dtype), q_tile, acc=dk_sum)
 
-            for j in hl.grid(stop, whole):
+            for j in hl.grid(stop, tail):
                 row = j * block_m + hl.arange(block_m)
                 mask_t = _whole_mask_tile_t(mask, b, h, row, col)
                 q_tile = parts.load_rows(q, b, h, row, d, M, D, False)
                 s_t = hl.dot(k_tile, q_tile.T, out_dtype=torch.float32)
                 row_norm = _row_values(norm, b, h, row, None, row_copies, block_m)
                 row_excess = _row_values(excess, b, h, row, None, row_copies, block_m)
-                p_t = _probabilities(s_t, c, row_norm, row_excess, mask, mask_t)
+                x_t = parts.capped(s_t * c, softcap)
+                p_t = _probabilities(parts.exponents(x_t, softcap, mask), row_norm, row_excess, mask, mask_t)
                 keep = _keep_t(rng_state, b * Hq + h, row, i, threshold, block_m, block_n)
                 do_tile = parts.load_rows(do, b, h, row, d_v, M, Dv, False)
                 dv_sum = hl.dot(_kept(p_t, keep).to(do.dtype), do_tile, acc=dv_sum)
                 dp_t = _kept(hl.dot(v_tile, do_tile.T, out_dtype=torch.float32), keep)
                 ds_t = p_t * (dp_t - _row_values(delta, b, h, row, None, row_copies, block_m))
+                ds_t = parts.uncapped(ds_t, x_t, softcap)
                 dk_sum = hl.dot(ds_t.to(q.dtype), q_tile, acc=dk_sum)
 
         parts.store_rows(dk, b, hk, col, d, N, D, dk_sum * (scale * keep_scale))
@@ -270,6 +293,8 @@ def attention_dq(
     keep_scale: float,
     diagonal: int,
     causal: hl.constexpr,
+    low_diagonal: int | None,
+    softcap: float | None,
 ) -> None:
     """Helion kernel function: dQ. Block sizes: [block_m, block_n].
 
@@ -289,6 +314,8 @@ def attention_dq(
         keep_scale: 1 / (1 - dropout_p), or 1.
         diagonal: Causal diagonal.
         causal: Whether attention is causal.
+        low_diagonal: Diagonal of the first visible keys, or None.
+        softcap: Bound of the scores, or None.
     """
     B, Hq, M, D = q.shape
     _, Hkv, N, Dv = v.shape
@@ -310,33 +337,38 @@ def attention_dq(
         row_delta = _column_values(delta, b, h, row, M)
         row_excess = _column_values(excess, b, h, row, M)
         dq_sum = hl.zeros([block_m, parts.value_columns(Dv, D)], dtype=torch.float32)
-        c = parts.exponent_scale(scale, mask)
-        full, stop = parts.key_tiles(tile * block_m, tile * block_m + block_m - 1, N, diagonal, causal, block_n)
+        c = parts.score_scale(scale, softcap, mask)
+        first, full, start, stop = parts.key_tiles(
+            tile * block_m, tile * block_m + block_m - 1, N, diagonal, causal, low_diagonal, block_n
+        )
 
-        for j in hl.grid(full):
+        for j in hl.grid(first, full):
             col = j * block_n + hl.arange(block_n)
             mask_tile = parts.load_mask(mask, b, h, row, col, inside[:, None])
             k_tile = parts.load_rows(k, b, hk, col, d, N, D, False)
             v_tile = parts.load_rows(v, b, hk, col, d_v, N, Dv, False)
             s = hl.dot(q_tile, k_tile.T, out_dtype=torch.float32)
             dp = hl.dot(do_tile, v_tile.T, out_dtype=torch.float32)
-            p = _probabilities(s, c, row_norm, row_excess, mask, mask_tile)
+            x = parts.capped(s * c, softcap)
+            p = _probabilities(parts.exponents(x, softcap, mask), row_norm, row_excess, mask, mask_tile)
             dp = _kept(dp, _keep(rng_state, b * Hq + h, row, j, threshold, block_m, block_n))
-            ds = p * (dp - row_delta)
+            ds = parts.uncapped(p * (dp - row_delta), x, softcap)
             dq_sum = hl.dot(ds.to(k.dtype), k_tile, acc=dq_sum)
 
-        for j in hl.grid(full, stop):
-            col = j * block_n + hl.arange(block_n)
+        for step in hl.grid(start, stop):
+            j = parts.edge_tile(step, first, full, low_diagonal)
+            col = parts.edge_positions(j, block_n, low_diagonal)
             bound = col < N
             mask_tile = parts.load_mask(mask, b, h, row, col, inside[:, None] & bound[None, :])
             k_tile = parts.load_rows(k, b, hk, col, d, N, D, True)
             v_tile = parts.load_rows(v, b, hk, col, d_v, N, Dv, True)
             s = hl.dot(q_tile, k_tile.T, out_dtype=torch.float32)
             dp = hl.dot(do_tile, v_tile.T, out_dtype=torch.float32)
-            p = _probabilities(s, c, row_norm, row_excess, mask, mask_tile)
-            p = torch.where(parts.visible(row[:, None], col[None, :], N, diagonal, causal), p, 0.0)
+            x = parts.capped(s * c, softcap)
+            p = _probabilities(parts.exponents(x, softcap, mask), row_norm, row_excess, mask, mask_tile)
+            p = torch.where(parts.visible(row[:, None], col[None, :], N, diagonal, causal, low_diagonal), p, 0.0)
             dp = _kept(dp, _keep(rng_state, b * Hq + h, row, j, threshold, block_m, block_n))
-            ds = p * (dp - row_delta)
+            ds = parts.uncapped(p * (dp - row_delta), x, softcap)
             dq_sum = hl.dot(ds.to(k.dtype), k_tile, acc=dq_sum)
 
         parts.store_rows(dq, b, h, row, d, M, D, dq_sum * (scale * keep_scale))
@@ -350,45 +382,53 @@ def _edge_tiles(
     mask: torch.Tensor | None,
     diagonal: Int,
     causal: bool,
+    low_diagonal: Int | None,
     block_m: Int,
-) -> tuple[Any, Any]:
-    """The query tiles ``[start, stop)`` in which a tile of keys needs bounds, as integers or scalars on the device.
+) -> tuple[Any, Any, Any, Any]:
+    """``(start, stop, tail, end)``, as integers or scalars on the device.
 
-    They lie on the diagonal. With a mask they are all visible ones when the tile of keys is ragged: a bound on keys,
-    which Triton cannot relate to the mask's alignment, would make it load every tile of the mask element by element.
+    A tile of keys needs bounds in the query tiles ``[start, stop)`` and ``[tail, end)``, none in ``[stop, tail)``, and
+    is invisible in all others. The former lie on the diagonal, the latter on the lower one of a window. With a mask the
+    former are all visible ones when the tile of keys is ragged: a bound on keys, which Triton cannot relate to the
+    mask's alignment, would make it load every tile of the mask element by element.
 
-    The ragged last tile of queries is never among them: it has its own place in the loops.
+    The ragged last tile of queries is ``[tail, end)`` where no window ends before it.
     """
-    if not causal and mask is None:
-        return 0, 0
+    last, end = rows // block_m, (rows + block_m - 1) // block_m
+    if not causal and mask is None and low_diagonal is None:
+        return 0, 0, last, end
     zero = hl.full([], 0, dtype=torch.int32)
-    whole = zero + rows // block_m
+    whole = zero + last
     start: Any = zero
     stop: Any = zero
     if causal:
         start, stop, _ = parts.query_tiles(first_col, first_col + block_n - 1, rows, diagonal, causal, block_m)
         stop = torch.minimum(stop, whole)
+    if low_diagonal is not None:
+        # Rows up to (key - low_diagonal) see a key; see parts.key_tiles for the rounding.
+        tail: Any = parts.clamped_tiles(first_col - low_diagonal + 1, rows, block_m)
+        seen: Any = parts.clamped_tiles(first_col + block_n - 1 - low_diagonal + block_m, rows + block_m - 1, block_m)
+        start = torch.minimum(start, seen)
+        stop = torch.minimum(torch.maximum(stop, start), seen)
+        tail = torch.minimum(torch.maximum(tail, stop), seen)
+        if mask is not None:
+            stop = torch.where(zero + (first_col + block_n) > keys, tail, stop)
+        return start, stop, tail, seen
     if mask is not None:
         stop = torch.where(zero + (first_col + block_n) > keys, whole, stop)
-    return start, stop
+    return start, stop, last, end
 
 
-def _edge_tile(step: Int, start: Any, stop: Any, last: Int) -> Any:
-    """The ``step``-th of the tiles ``start .. stop - 1, last``."""
+def _edge_tile(step: Int, start: Any, stop: Any, tail: Any, low_diagonal: Int | None) -> Any:
+    """The ``step``-th of the tiles ``start .. stop - 1, tail ..``; without a window only one is left from ``tail``."""
+    if low_diagonal is not None:
+        source = "tl.cast(tl.where({0} < {2} - {1}, {0} + {1}, {0} - ({2} - {1}) + {3}), tl.int32)"
+        return hl.inline_triton(source, (step, start, stop, tail), hl.full([], 0, dtype=torch.int32))
     if not isinstance(start, torch.Tensor):
         # `step` is 0 here; a position that visibly depends on it keeps Triton from hoisting the loads out of the loop.
-        return last + step
+        return tail + step
     source = "tl.cast(tl.where({0} < {2} - {1}, {0} + {1}, {3}), tl.int32)"
-    return hl.inline_triton(source, (step, start, stop, last), hl.full([], 0, dtype=torch.int32))
-
-
-def _positions(tile: Any, offsets: torch.Tensor) -> torch.Tensor:
-    """Positions of a tile that is an int32 scalar on the device: ``tile * len(offsets) + offsets``.
-
-    In Triton source, because Helion computes scalars with scalars in 64 bits, whatever their dtype: positions,
-    addresses and every comparison on the diagonal would be 64 bits wide.
-    """
-    return hl.inline_triton("{0} * {1}.shape[0] + {1}", (tile, offsets), offsets)
+    return hl.inline_triton(source, (step, start, stop, tail), hl.full([], 0, dtype=torch.int32))
 
 
 def _whole_mask_tile_t(mask: torch.Tensor | None, b: Int, h: Int, row: torch.Tensor, col: torch.Tensor) -> Any:
@@ -425,15 +465,15 @@ def _column_values(values: torch.Tensor | None, b: Int, h: Int, row: torch.Tenso
 
 
 def _probabilities(
-    s: torch.Tensor, c: float, norm: torch.Tensor, excess: Any, mask: torch.Tensor | None, mask_tile: Any
+    exponent: torch.Tensor, norm: torch.Tensor, excess: Any, mask: torch.Tensor | None, mask_tile: Any
 ) -> torch.Tensor:
-    """P of a tile of products q . k, before the causal mask.
+    """P of a tile of exponents, before the causal mask and the window.
 
     The tile may be transposed; so are then ``norm`` and ``excess`` (a row instead of a column) and ``mask_tile``.
     """
     if parts.additive(mask):
-        return torch.exp2((s * c + mask_tile.to(torch.float32) - norm) * parts.LOG2E - excess)
-    p = torch.exp2(s * c - norm)
+        return torch.exp2((exponent + mask_tile.to(torch.float32) - norm) * parts.LOG2E - excess)
+    p = torch.exp2(exponent - norm)
     return p if mask is None else torch.where(mask_tile, p, 0.0)
 
 
@@ -487,16 +527,49 @@ def row_copies_for(config: Mapping[str, Any]) -> int:
     return max(1, copies)
 
 
-def options(*, scale: float, dropout_p: float, causal: bool, diagonal: int) -> tuple[float, int, float, int, bool]:
+def sink_gradient(
+    sink: torch.Tensor,
+    norm: torch.Tensor,
+    delta: torch.Tensor,
+    excess: torch.Tensor | None,
+    keep_scale: float,
+) -> torch.Tensor:
+    """The gradient of a sink [Hq] from the row terms, in the sink's dtype; summed in fp32, in a fixed order.
+
+    Args:
+        sink: The forward's.
+        norm: From :func:`attention_delta`, [B, Hq, M].
+        delta: From :func:`attention_delta`, [B, Hq, M].
+        excess: From :func:`attention_excess` with an additive mask, else None.
+        keep_scale: 1 / (1 - dropout_p), or 1.
+    """
+    logit = sink.to(torch.float32).unsqueeze(1)
+    exponent = logit * parts.LOG2E - norm if excess is None else (logit - norm) * parts.LOG2E - excess
+    p = torch.exp2(exponent)
+    return ((p * delta).sum((0, 2)) * -keep_scale).to(sink.dtype)
+
+
+def options(
+    *,
+    scale: float,
+    dropout_p: float,
+    causal: bool,
+    diagonal: int,
+    low_diagonal: int | None = None,
+    softcap: float | None = None,
+) -> tuple[float, int, float, int, bool, int | None, float | None]:
     """The scalars that :func:`attention_dkv` and :func:`attention_dq` take after their tensors, from what a call means.
 
     Args:
         scale: Any finite number.
         dropout_p: In [0, 1).
         causal: Whether attention is causal.
-        diagonal: 0 for top-left and N - M for bottom-right causal attention.
+        diagonal: 0 for top-left and N - M for bottom-right causal attention, plus the right side of a window.
+        low_diagonal: That minus the left side of a window, or None.
+        softcap: Bound of the scores, or None.
     """
-    return float(scale), parts.signed_threshold(dropout_p), 1.0 / (1.0 - dropout_p), diagonal, causal
+    keep_scale = 1.0 / (1.0 - dropout_p)
+    return float(scale), parts.signed_threshold(dropout_p), keep_scale, diagonal, causal, low_diagonal, softcap
 
 
 _DIMS = {
@@ -525,7 +598,7 @@ DELTA = runtime.KernelFamily(
 )
 EXCESS = runtime.KernelFamily(
     attention_excess,
-    dims={"q": "B Hq M D", "k": "B Hkv N D", "mask": "B Hq M N", "norm": "B Hq M", "excess": "B Hq M"},
+    dims={"q": "B Hq M D", "k": "B Hkv N D", "mask": "B Hq M N", "norm": "B Hq M", "excess": "B Hq M", "sink": "Hq"},
     specialized=("D",),
 )
 DKV = runtime.KernelFamily(attention_dkv, dims={**_DIMS, "dk": "B Hkv N D", "dv": "B Hkv N Dv"})

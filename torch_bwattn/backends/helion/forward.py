@@ -2,8 +2,8 @@
 
 For one batch and one query head, with ``c`` the scale, row ``i`` a query and ``j`` a key::
 
-    s_ij = c * q_i . k_j (+ mask_ij)            -inf where j is not visible to i
-    lse_i = log sum_j exp(s_ij)                 -inf for a row without a visible key
+    s_ij = cap(c * q_i . k_j) (+ mask_ij)       -inf where j is not visible to i; cap as in ``parts``
+    lse_i = log (exp(sink) + sum_j exp(s_ij))   -inf for a row without a visible key and without a sink
     o_i = sum_j keep_ij / (1 - p) * exp(s_ij - lse_i) * v_j         0 for a row without a visible key
 
 No row of scores is ever stored. A program owns ``block_m`` queries of one (batch, head) and walks over tiles of
@@ -46,6 +46,7 @@ def attention_forward(
     v: torch.Tensor,
     mask: torch.Tensor | None,
     rng_state: torch.Tensor | None,
+    sink: torch.Tensor | None,
     o: torch.Tensor,
     lse: torch.Tensor,
     scale: float,
@@ -53,6 +54,8 @@ def attention_forward(
     keep_scale: float,
     diagonal: int,
     causal: hl.constexpr,
+    low_diagonal: int | None,
+    softcap: float | None,
     nonnegative_scale: hl.constexpr,
 ) -> None:
     """Helion kernel function; :data:`FORWARD` prepares and launches it with what :func:`forward_arguments` gives.
@@ -63,6 +66,7 @@ def attention_forward(
         v: Values [B, Hkv, N, Dv].
         mask: None, or a view expanded to [B, Hq, M, N]: bool (True = visible) or a float dtype (added to the scores).
         rng_state: None for no dropout, else int64 [1] with the seed.
+        sink: None, or a logit for each query head [Hq], natural units, in the denominators of its rows.
         o: Output [B, Hq, M, Dv], written.
         lse: Natural log-sum-exp [B, Hq, M], fp32, written.
         scale: Multiplies q . k.
@@ -70,6 +74,8 @@ def attention_forward(
         keep_scale: 1 / (1 - dropout_p), or 1.
         diagonal: Query i sees key j when j <= i + diagonal; not read unless ``causal``.
         causal: Whether attention is causal.
+        low_diagonal: None, or query i sees key j only when j >= i + low_diagonal.
+        softcap: None, or the bound of the scores before the mask.
         nonnegative_scale: Whether scale >= 0.
     """
     B, Hq, M, D = q.shape
@@ -83,46 +89,63 @@ def attention_forward(
         tile = parts.heavy_first(index, tiles_m, causal)
         row = tile * block_m + hl.arange(block_m)
         hk = h // (Hq // Hkv)
-        c = parts.exponent_scale(scale, mask)
+        c = parts.score_scale(scale, softcap, mask)
         d = hl.arange(parts.padded_width(D))
         dv = hl.arange(parts.value_columns(D, Dv))
         q_tile = parts.load_rows(q, b, h, row, d, M, D, True)
-        m = hl.full([block_m], float("-inf"), dtype=torch.float32)
-        l = hl.full([block_m], 0.0, dtype=torch.float32)
+        m, l = _before_any_key(sink, h, mask, block_m)
         acc = hl.zeros([block_m, parts.value_columns(D, Dv)], dtype=torch.float32)
-        full, stop = parts.key_tiles(tile * block_m, tile * block_m + block_m - 1, N, diagonal, causal, block_n)
+        first, full, start, stop = parts.key_tiles(
+            tile * block_m, tile * block_m + block_m - 1, N, diagonal, causal, low_diagonal, block_n
+        )
 
-        for j in hl.grid(full):
+        for j in hl.grid(first, full):
             col = j * block_n + hl.arange(block_n)
             mask_tile = parts.load_mask(mask, b, h, row, col, (row < M)[:, None])
             k_tile = parts.load_rows(k, b, hk, col, d, N, D, False)
             s = hl.dot(q_tile, k_tile.T, out_dtype=torch.float32)
-            if mask is None and nonnegative_scale:
+            if mask is None and softcap is None and nonnegative_scale:
                 p, alpha, m = _softmax_of_raw_scores(s, c, m)
             else:
-                p, alpha, m = _softmax(parts.masked_exponents(s * c, mask, mask_tile), m, mask)
+                exponent = parts.exponents(parts.capped(s * c, softcap), softcap, mask)
+                p, alpha, m = _softmax(parts.masked_exponents(exponent, mask, mask_tile), m, mask)
             l = l * alpha + p.sum(-1)
             p = _dropped(p, rng_state, b * Hq + h, row, j, threshold, block_m, block_n)
             v_tile = parts.load_rows(v, b, hk, col, dv, N, Dv, False)
             acc = hl.dot(p.to(v.dtype), v_tile, acc=acc * alpha[:, None])
 
-        for j in hl.grid(full, stop):
-            col = j * block_n + hl.arange(block_n)
+        for step in hl.grid(start, stop):
+            j = parts.edge_tile(step, first, full, low_diagonal)
+            col = parts.edge_positions(j, block_n, low_diagonal)
             mask_tile = parts.load_mask(mask, b, h, row, col, (row < M)[:, None] & (col < N)[None, :])
             k_tile = parts.load_rows(k, b, hk, col, d, N, D, True)
             s = hl.dot(q_tile, k_tile.T, out_dtype=torch.float32)
-            exponent = parts.masked_exponents(s * c, mask, mask_tile)
-            seen = parts.visible(row[:, None], col[None, :], N, diagonal, causal)
+            exponent = parts.exponents(parts.capped(s * c, softcap), softcap, mask)
+            exponent = parts.masked_exponents(exponent, mask, mask_tile)
+            seen = parts.visible(row[:, None], col[None, :], N, diagonal, causal, low_diagonal)
             p, alpha, m = _softmax(torch.where(seen, exponent, float("-inf")), m, mask)
             l = l * alpha + p.sum(-1)
             p = _dropped(p, rng_state, b * Hq + h, row, j, threshold, block_m, block_n)
             v_tile = parts.load_rows(v, b, hk, col, dv, N, Dv, True)
             acc = hl.dot(p.to(v.dtype), v_tile, acc=acc * alpha[:, None])
 
-        # A row without a visible key has l = 0 and acc = 0: output 0, lse = -inf + log(0) = -inf.
+        # A row without a visible key (and no sink) has l = 0 and acc = 0: output 0, lse = -inf + log(0) = -inf.
         normalizer = keep_scale / torch.where(l == 0.0, 1.0, l)
         parts.store_rows(o, b, h, row, dv, M, Dv, acc * normalizer[:, None])
         hl.store(lse, [b, h, row], parts.natural(m, mask) + torch.log(l), extra_mask=row < M)
+
+
+def _before_any_key(
+    sink: torch.Tensor | None, h: Int, mask: torch.Tensor | None, block_m: Int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Running maximum and sum of rows that have seen no key: those of nothing, or of the sink alone."""
+    m = hl.full([block_m], float("-inf"), dtype=torch.float32)
+    l = hl.full([block_m], 0.0, dtype=torch.float32)
+    if sink is None:
+        return m, l
+    exponent = parts.exponent_scale(hl.load(sink, [h]).to(torch.float32), mask)
+    m = torch.maximum(m, exponent)
+    return m, torch.where(m == float("-inf"), 0.0, 1.0)
 
 
 def _softmax_of_raw_scores(
@@ -173,6 +196,9 @@ def forward_arguments(
     dropout_p: float,
     causal: bool,
     diagonal: int,
+    low_diagonal: int | None = None,
+    softcap: float | None = None,
+    sink: torch.Tensor | None = None,
 ) -> tuple[Any, ...]:
     """All arguments of :func:`attention_forward`, in order, from what a call means.
 
@@ -187,11 +213,15 @@ def forward_arguments(
         scale: Any finite number.
         dropout_p: In [0, 1).
         causal: Whether attention is causal.
-        diagonal: 0 for top-left and N - M for bottom-right causal attention.
+        diagonal: 0 for top-left and N - M for bottom-right causal attention, plus the right side of a window.
+        low_diagonal: That minus the left side of a window, or None.
+        softcap: Bound of the scores, or None.
+        sink: Logit for each query head, or None.
     """
     threshold = parts.signed_threshold(dropout_p)
     keep_scale = 1.0 / (1.0 - dropout_p)
-    return q, k, v, mask, rng_state, o, lse, float(scale), threshold, keep_scale, diagonal, causal, scale >= 0
+    tensors = q, k, v, mask, rng_state, sink, o, lse
+    return *tensors, float(scale), threshold, keep_scale, diagonal, causal, low_diagonal, softcap, scale >= 0
 
 
 FORWARD = runtime.KernelFamily(
@@ -202,6 +232,7 @@ FORWARD = runtime.KernelFamily(
         "v": "B Hkv N Dv",
         "mask": "B Hq M N",
         "rng_state": "1",
+        "sink": "Hq",
         "o": "B Hq M Dv",
         "lse": "B Hq M",
     },

@@ -18,7 +18,7 @@ that ``torch.sum`` reduces afterwards, in a fixed order too.
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import helion.language as hl
 import torch
@@ -28,6 +28,8 @@ from .backward import _column_values, _keep, _kept, _probabilities
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+
+    from .parts import Int
 
 # Enough programs to keep every SM of a large GPU busy.
 _ENOUGH_PROGRAMS = 512
@@ -57,6 +59,8 @@ def attention_dmask(
     keep_scale: float,
     diagonal: int,
     causal: hl.constexpr,
+    low_diagonal: int | None,
+    softcap: float | None,
 ) -> None:
     """Helion kernel function: the mask's gradient. Block sizes: [block_m, block_n].
 
@@ -80,6 +84,8 @@ def attention_dmask(
         keep_scale: 1 / (1 - dropout_p), or 1.
         diagonal: Query i sees key j when j <= i + diagonal; not read unless ``causal``.
         causal: Whether attention is causal.
+        low_diagonal: None, or query i sees key j only when j >= i + low_diagonal.
+        softcap: None, or the bound of the scores before the mask.
     """
     B, Hq, M, D = q.shape
     _, Hkv, N, Dv = v.shape
@@ -94,7 +100,7 @@ def attention_dmask(
         visits_h = 1 + sum_h * (Hq - 1)
         visits_m = 1 + sum_m * ((M + block_m - 1) // block_m - 1)
         visits_n = 1 + sum_n * ((N + block_n - 1) // block_n - 1)
-        c = parts.exponent_scale(scale, mask)
+        c = parts.score_scale(scale, softcap, mask)
         d = hl.arange(parts.padded_width(D))
         d_v = hl.arange(parts.padded_width(Dv))
         total = hl.zeros([block_m, block_n], dtype=torch.float32)
@@ -109,7 +115,10 @@ def attention_dmask(
                     row_norm = _column_values(norm, b, h, row, M)
                     row_excess = _column_values(excess, b, h, row, M)
                     row_delta = _column_values(delta, b, h, row, M)
-                    for j in hl.grid(tile_n, tile_n + visits_n):
+                    begin, stop = _visited(
+                        tile_n, visits_n, i * block_m, block_m, N, diagonal, causal, low_diagonal, block_n
+                    )
+                    for j in hl.grid(begin, stop):
                         col = j * block_n + hl.arange(block_n)
                         bound = col < N
                         mask_tile = parts.load_mask(mask, b, h, row, col, inside[:, None] & bound[None, :])
@@ -117,9 +126,11 @@ def attention_dmask(
                         v_tile = parts.load_rows(v, b, hk, col, d_v, N, Dv, True)
                         s = hl.dot(q_tile, k_tile.T, out_dtype=torch.float32)
                         dp = hl.dot(do_tile, v_tile.T, out_dtype=torch.float32)
-                        p = _probabilities(s, c, row_norm, row_excess, mask, mask_tile)
+                        exponent = parts.exponents(parts.capped(s * c, softcap), softcap, mask)
+                        p = _probabilities(exponent, row_norm, row_excess, mask, mask_tile)
                         # Keys past the end have a P of their own that must not count. Queries past the end have dS = 0.
-                        p = torch.where(parts.visible(row[:, None], col[None, :], N, diagonal, causal), p, 0.0)
+                        seen = parts.visible(row[:, None], col[None, :], N, diagonal, causal, low_diagonal)
+                        p = torch.where(seen, p, 0.0)
                         dp = _kept(dp, _keep(rng_state, b * Hq + h, row, j, threshold, block_m, block_n))
                         total = total + p * (dp - row_delta)
         total = total * keep_scale
@@ -130,6 +141,28 @@ def attention_dmask(
         out_col = tile_n * block_n + hl.arange(block_n)
         inside_mask = (out_row < Mm)[:, None] & (out_col < Nm)[None, :]
         hl.store(dmask, [bm, hm, out_row, out_col], total.to(dmask.dtype), extra_mask=inside_mask)
+
+
+def _visited(
+    tile_n: Int,
+    visits_n: Int,
+    first_row: Int,
+    block_m: Int,
+    keys: Int,
+    diagonal: Int,
+    causal: bool,
+    low_diagonal: Int | None,
+    block_n: Int,
+) -> tuple[Any, Any]:
+    """Those of the key tiles ``[tile_n, tile_n + visits_n)`` of which a tile of queries sees anything."""
+    if not causal and low_diagonal is None:
+        return tile_n, tile_n + visits_n
+    zero = hl.full([], 0, dtype=torch.int32)
+    first, full, start, stop = parts.key_tiles(
+        first_row, first_row + block_m - 1, keys, diagonal, causal, low_diagonal, block_n
+    )
+    begin = zero + first - (zero + full - start)  # the edge tiles before `first` number full - start
+    return torch.maximum(zero + tile_n, begin), torch.minimum(zero + (tile_n + visits_n), zero + stop)
 
 
 def partial_shape(

@@ -9,7 +9,10 @@ Conventions:
   Helion masks every load and every reduction over a tile of ``hl.tile`` against the end of the loop, two selects for
   each score; positions made with ``hl.arange`` carry no such mask, so each loop states exactly the bounds it needs.
 * Query ``i`` sees key ``j`` when ``j < keys`` and, for causal attention, ``j <= i + diagonal`` (``diagonal`` is 0 for
-  top-left alignment and ``keys - rows`` for bottom-right).
+  top-left alignment and ``keys - rows`` for bottom-right). The right side of a window is causality with another
+  diagonal; its left side hides the keys before ``i + low_diagonal`` (None: there is no left side).
+* A soft cap (None: there is none) turns a score ``x`` into ``softcap * tanh(x / softcap)`` before any mask. Kernels
+  hold the tanh, from which the exponent and the derivative ``1 - tanh^2`` follow.
 * Scores handed to :func:`exp_shifted` are *exponents*: in base 2 (``s * scale * log2(e)``), which saves one
   multiplication for each score, or in natural units when there is an additive mask. An additive mask may hold
   ``finfo.min``, which times ``log2(e)`` would overflow to -inf and turn "the mean of V" into "no visible key".
@@ -18,7 +21,7 @@ Conventions:
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import helion.language as hl
 import torch
@@ -65,7 +68,7 @@ def signed_threshold(dropout_p: float) -> int:
     return threshold - 2**32 if threshold >= 2**31 else threshold
 
 
-def _clamped_tiles(position: Int, limit: Int, block: Int) -> torch.Tensor:
+def clamped_tiles(position: Int, limit: Int, block: Int) -> torch.Tensor:
     """``clamp(position, 0, limit) // block`` as a scalar on the device."""
     zero = hl.full([], 0, dtype=torch.int32)
     clamped = torch.minimum(torch.maximum(zero + position, zero), zero + limit)
@@ -73,8 +76,8 @@ def _clamped_tiles(position: Int, limit: Int, block: Int) -> torch.Tensor:
 
 
 def key_tiles(
-    first_row: Int, last_row: Int, keys: Int, diagonal: Int, causal: bool, block_n: Int
-) -> tuple[Int | torch.Tensor, Int | torch.Tensor]:
+    first_row: Int, last_row: Int, keys: Int, diagonal: Int, causal: bool, low_diagonal: Int | None, block_n: Int
+) -> tuple[Int | torch.Tensor, Int | torch.Tensor, Int | torch.Tensor, Int | torch.Tensor]:
     """Which tiles of ``block_n`` keys the queries ``first_row..last_row`` see.
 
     Args:
@@ -83,18 +86,56 @@ def key_tiles(
         keys: Number of keys, N.
         diagonal: Offset of the causal diagonal.
         causal: Whether attention is causal.
+        low_diagonal: Offset of the first visible key, or None.
         block_n: Width of a key tile.
 
     Returns:
-        ``(full, stop)`` in tiles: tiles ``[0, full)`` hold only keys that every query of the tile sees, tiles
-        ``[full, stop)`` need :func:`visible`, tiles from ``stop`` on are invisible to all of them.
+        ``(first, full, start, stop)`` in tiles: tiles ``[first, full)`` hold only keys that every query of the tile
+        sees; those that :func:`edge_tile` gives for the steps ``[start, stop)`` need :func:`visible`; all others are
+        invisible to all of the queries.
     """
-    if not causal:
-        return keys // block_n, (keys + block_n - 1) // block_n
-    full = _clamped_tiles(first_row + diagonal + 1, keys, block_n)
-    # Rounding up before the clamp would let the last tile pass `keys`, so the limit is rounded up as well.
-    stop = _clamped_tiles(last_row + diagonal + block_n, keys + block_n - 1, block_n)
-    return full, stop
+    full: Any
+    stop: Any
+    if causal:
+        full = clamped_tiles(first_row + diagonal + 1, keys, block_n)
+        # Rounding up before the clamp would let the last tile pass `keys`, so the limit is rounded up as well.
+        stop = clamped_tiles(last_row + diagonal + block_n, keys + block_n - 1, block_n)
+    else:
+        full, stop = keys // block_n, (keys + block_n - 1) // block_n
+    if low_diagonal is None:
+        return 0, full, full, stop
+    zero = hl.full([], 0, dtype=torch.int32)
+    stop = zero + stop
+    begin = torch.minimum(clamped_tiles(first_row + low_diagonal, keys, block_n), stop)
+    first = clamped_tiles(last_row + low_diagonal + block_n - 1, keys + block_n - 1, block_n)
+    first = torch.minimum(first, stop)
+    full = torch.maximum(zero + full, first)
+    # The edge tiles [begin, first) are the steps just before those of [full, stop), which are their own steps.
+    return first, full, full - (first - begin), stop
+
+
+def edge_tile(step: Int, first: Any, full: Any, low_diagonal: Int | None) -> Any:
+    """The tile that needs :func:`visible` at a step, where ``first`` and ``full`` are those of :func:`key_tiles`."""
+    if low_diagonal is None:
+        return step
+    source = "tl.cast(tl.where({0} < {2}, {0} - {2} + {1}, {0}), tl.int32)"
+    return hl.inline_triton(source, (step, first, full), hl.full([], 0, dtype=torch.int32))
+
+
+def positions(tile: Any, offsets: torch.Tensor) -> torch.Tensor:
+    """Positions of a tile that is an int32 scalar on the device: ``tile * len(offsets) + offsets``.
+
+    In Triton source, because Helion computes scalars with scalars in 64 bits, whatever their dtype: positions,
+    addresses and every comparison on the diagonal would be 64 bits wide.
+    """
+    return hl.inline_triton("{0} * {1}.shape[0] + {1}", (tile, offsets), offsets)
+
+
+def edge_positions(tile: Any, block: Int, low_diagonal: Int | None) -> torch.Tensor:
+    """Positions of a tile that :func:`edge_tile` gave."""
+    if low_diagonal is None:
+        return tile * block + hl.arange(block)
+    return positions(tile, hl.arange(block))
 
 
 def query_tiles(
@@ -118,12 +159,14 @@ def query_tiles(
     stop = (rows + block_m - 1) // block_m
     if not causal:
         return 0, 0, stop
-    start = _clamped_tiles(first_col - diagonal, rows + block_m - 1, block_m)
-    full = _clamped_tiles(last_col - diagonal + block_m - 1, rows + block_m - 1, block_m)
+    start = clamped_tiles(first_col - diagonal, rows + block_m - 1, block_m)
+    full = clamped_tiles(last_col - diagonal + block_m - 1, rows + block_m - 1, block_m)
     return start, full, stop
 
 
-def visible(row: torch.Tensor, col: torch.Tensor, keys: Int, diagonal: Int, causal: bool) -> torch.Tensor:
+def visible(
+    row: torch.Tensor, col: torch.Tensor, keys: Int, diagonal: Int, causal: bool, low_diagonal: Int | None
+) -> torch.Tensor:
     """Bool tile: key ``col`` exists and query ``row`` may see it.
 
     Args:
@@ -132,12 +175,15 @@ def visible(row: torch.Tensor, col: torch.Tensor, keys: Int, diagonal: Int, caus
         keys: Number of keys, N.
         diagonal: Offset of the causal diagonal.
         causal: Whether attention is causal.
+        low_diagonal: Offset of the first visible key, or None.
     """
     if causal:
         # One comparison for each score: the smaller of the two limits is found once for each row.
         limit = torch.minimum(row + (diagonal + 1), torch.zeros_like(row) + keys)
-        return col < limit
-    return col < keys
+        seen: torch.Tensor = col < limit
+    else:
+        seen = torch.lt(col, keys)
+    return seen if low_diagonal is None else seen & (col >= row + low_diagonal)
 
 
 def heavy_first(index: Int, tiles: Int, causal: bool) -> Int:
@@ -153,9 +199,33 @@ def additive(mask: torch.Tensor | None) -> bool:
     return mask is not None and mask.dtype != torch.bool
 
 
-def exponent_scale(scale: float, mask: torch.Tensor | None) -> float:
-    """What a raw score ``q . k`` is multiplied by to become an exponent: ``scale``, in base 2 unless additive."""
+def exponent_scale(scale: Any, mask: torch.Tensor | None) -> Any:
+    """What a score in units of ``1 / scale`` is multiplied by to become an exponent: in base 2 unless additive."""
     return scale if additive(mask) else scale * LOG2E
+
+
+def score_scale(scale: float, softcap: float | None, mask: torch.Tensor | None) -> float:
+    """What a raw score ``q . k`` is multiplied by to become what :func:`capped` takes."""
+    return exponent_scale(scale, mask) if softcap is None else scale / softcap
+
+
+def capped(score: torch.Tensor, softcap: float | None) -> torch.Tensor:
+    """``tanh(score)`` with a soft cap, else ``score``.
+
+    The library's tanh, good to an ulp or two: the hardware's approximation is off by 2**-11, which times the cap would
+    be the error of an exponent.
+    """
+    return score if softcap is None else torch.tanh(score)
+
+
+def exponents(score: torch.Tensor, softcap: float | None, mask: torch.Tensor | None) -> torch.Tensor:
+    """Exponents from what :func:`capped` gives."""
+    return score if softcap is None else score * exponent_scale(softcap, mask)
+
+
+def uncapped(ds: torch.Tensor, score: torch.Tensor, softcap: float | None) -> torch.Tensor:
+    """The gradient of scores before the soft cap, from that after it and what :func:`capped` gave."""
+    return ds if softcap is None else ds * (1.0 - score * score)
 
 
 def natural(exponent: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
