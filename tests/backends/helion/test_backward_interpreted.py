@@ -13,8 +13,9 @@ from hypothesis import settings as example_settings
 from hypothesis import strategies as st
 
 from tests.strategies import share
-from tests.support.calls import Call, Mask, Operand, Tensors, build, lay_out
+from tests.support.calls import Call, Mask, Operand, Sink, Tensors, build, lay_out
 from tests.support.philox import keep_mask
+from torch_bwattn.problem import describe
 from torch_bwattn.testing import Results, judge, oracle, pt_reference
 
 pytestmark = [
@@ -35,6 +36,11 @@ class Features:
     causal: bool = False
     mask: str | None = None
     dropout: bool = False
+    window: tuple[bool, bool] | None = None
+    """Whether it has a left and a right side."""
+
+    softcap: bool = False
+    sink: str | None = None
     tile: tuple[int, int] = (16, 16)
     """Queries, keys."""
 
@@ -44,6 +50,8 @@ class Features:
     def __str__(self) -> str:
         mask = None if self.mask is None else f"{self.mask} mask"
         flags = ("causal" if self.causal else None, mask, "dropout" if self.dropout else None)
+        sides = {None: None, (True, True): "window", (True, False): "left window", (False, True): "right window"}
+        flags += (sides[self.window], "softcap" if self.softcap else None, self.sink and f"{self.sink} sink")
         tile = f"{self.tile[0]}x{self.tile[1]}/{self.warps}"
         return " ".join(filter(None, (f"{self.dtype} D{self.widths} {tile}", *flags))).replace("torch.", "")
 
@@ -63,6 +71,17 @@ FEATURES = (
     Features(dropout=True, causal=True),
     Features(dtype=torch.float16, dropout=True, mask="own"),
     Features(dropout=True, mask="bool", tile=(32, 32)),
+    Features(window=(True, True)),
+    Features(window=(True, True), causal=True, tile=(32, 16), warps=1, sink="own"),
+    Features(window=(True, False), tile=(16, 32)),
+    Features(dtype=torch.float16, window=(True, True), mask="bool", tile=(16, 32)),
+    Features(window=(True, True), mask="own", dropout=True),
+    Features(window=(False, True), mask="own"),
+    Features(softcap=True, causal=True),
+    Features(dtype=torch.float16, softcap=True, mask="own", sink="float32"),
+    Features(sink="float32"),
+    Features(dtype=torch.float16, sink="own", dropout=True, mask="bool"),
+    Features(window=(True, True), softcap=True, sink="own", mask="float32", widths=(24, 40)),
 )
 
 _LENGTHS = (0, 1, 2, 5, 15, 16, 17, 31, 32, 33, 40)
@@ -93,6 +112,15 @@ def problem(
         shape = tuple(size if kept else 1 for size, kept in zip(scores, mask_axes, strict=True))
         mask = Mask(shape, mask_layout, features.mask, mask_content)
     options = {"scale": 0.4, "with_lse_grad": True, "dropout_p": 0.4, **rest}
+    left, right = options.pop("window_size", (7, 3))
+    if features.window is not None:
+        options["window_size"] = (left if features.window[0] else -1, right if features.window[1] else -1)
+    softcap = options.pop("softcap", 1.5)
+    if features.softcap:
+        options["softcap"] = softcap
+    content = options.pop("sink_content", "random")
+    if features.sink is not None:
+        options["sink"] = Sink(features.sink, content)
     if not features.dropout:
         options["dropout_p"] = 0.0
     return Call(
@@ -122,7 +150,12 @@ def problems(draw: st.DrawFn, features: Features) -> Call:
         mask_content=draw(st.sampled_from(_CONTENTS["bool" if features.mask == "bool" else "own"])),
         mask_layout=draw(layout),
         layouts=(draw(layout), draw(layout), draw(layout)),
-        causal_alignment=draw(st.sampled_from(("top_left", "bottom_right"))) if features.causal else "top_left",
+        causal_alignment=draw(st.sampled_from(("top_left", "bottom_right")))
+        if features.causal or features.window
+        else "top_left",
+        window_size=draw(st.tuples(st.sampled_from((0, 1, 5, 16, 17, 31, 60)), st.sampled_from((0, 1, 4, 15, 16, 60)))),
+        softcap=draw(st.sampled_from((0.5, 2.0, 50.0, 1e6))),
+        sink_content=draw(st.sampled_from(("random", "large", "infinite"))),
         scale=draw(st.sampled_from((0.0, 0.3, 1.0, -0.7))),
         dropout_p=draw(st.sampled_from((0.1, 0.5, 0.9))),
         grad_out=draw(layout),
@@ -152,6 +185,7 @@ def launch(
     mask, dlse, do = tensors.mask, tensors.grad_lse, tensors.grad_out
     expanded = None if mask is None else mask.detach().expand(call.scores_shape)
     rng_state = torch.tensor([SEED]) if features.dropout else None
+    sink = None if tensors.sink is None else tensors.sink.detach()
     additive = parts.additive(expanded)
     tile_m, tile_n = features.tile
 
@@ -164,13 +198,19 @@ def launch(
     norm, delta = torch.full(lines, math.nan), torch.full(lines, math.nan)
     excess = torch.full(lines, math.nan) if additive else None
     dq, dk, dv = (unwritten(*tensor.shape, dtype=tensor.dtype) for tensor in (q, k, v))
-    diagonal = k.shape[2] - rows if call.causal_alignment == "bottom_right" else 0
-    options = backward.options(scale=call.scale, dropout_p=call.dropout_p, causal=call.is_causal, diagonal=diagonal)
-    scale, _, keep_scale, _, causal = options
+    described = describe(
+        q, k, v, mask, scale=call.scale, dropout_p=call.dropout_p, is_causal=call.is_causal, window=call.window_size,
+        causal_alignment=call.causal_alignment,
+    )  # fmt: skip
+    options = backward.options(
+        scale=call.scale, dropout_p=call.dropout_p, causal=described.diagonal is not None,
+        diagonal=described.diagonal or 0, low_diagonal=described.low_diagonal, softcap=call.softcap,
+    )  # fmt: skip
+    scale, _, keep_scale, *switches = options
     out, lse = forward.out.to(q.dtype), forward.lse.float()
     run("DELTA", (out, do, lse, dlse, norm, delta, keep_scale, additive), tile_m)
     if additive:
-        run("EXCESS", (q, k, expanded, norm, excess, scale, diagonal, causal), tile_m, tile_n)
+        run("EXCESS", (q, k, expanded, norm, excess, sink, scale, *switches), tile_m, tile_n)
     operands = (q, k, v, expanded, rng_state, do, norm, delta, excess)
     copies = backward.row_copies_for({"block_sizes": [tile_n, tile_m], "num_warps": features.warps})
     run("DKV", (*operands, dk, dv, *options, copies), tile_n, tile_m)
@@ -183,18 +223,21 @@ def launch(
         run("DMASK", (*operands, dmask, *sums, *options), tile_m, tile_n)
         if partial_shape is not None:
             dmask = dmask.sum_to_size(mask.shape).to(mask.dtype)
-    return Results(dq=dq, dk=dk, dv=dv, dmask=dmask)
+    dsink = None if sink is None else backward.sink_gradient(sink, norm, delta, excess, keep_scale)
+    return Results(dq=dq, dk=dk, dv=dv, dmask=dmask, dsink=dsink)
 
 
 def references(call: Call, tensors: Tensors) -> tuple[Results, Results]:
     """(in fp64, in the call's own precision)"""
     options = {
         **call.arguments(),
+        **tensors.sinks(),
         "attn_mask": tensors.mask,
         "keep_mask": keep_mask(SEED, call.scores_shape, call.dropout_p) if call.dropout_p else None,
         "grad_out": tensors.grad_out,
         "grad_lse": tensors.grad_lse,
         "needs_mask_grad": call.mask is not None and call.mask.kind != "bool",
+        "needs_sink_grad": call.sink is not None,
     }
     inputs = tensors.query, tensors.key, tensors.value
     return oracle(*inputs, **options), pt_reference(*inputs, **options)
@@ -231,6 +274,48 @@ def test_both_causal_kinds_over_many_tiles(rows, keys, causal_alignment):
     check(features, problem(features, rows, keys, group=1, causal_alignment=causal_alignment))
 
 
+@pytest.mark.parametrize("window_size", [(0, 0), (5, 20), (40, 2), (16, 15), (1000, 1000)], ids=str)
+@pytest.mark.parametrize("causal_alignment", ["top_left", "bottom_right"])
+@pytest.mark.parametrize(("rows", "keys"), [(70, 20), (20, 70), (64, 64), (50, 51)])
+def test_windows_over_many_tiles(rows, keys, causal_alignment, window_size):
+    features = Features(window=(True, True))
+    call = problem(features, rows, keys, group=1, causal_alignment=causal_alignment, window_size=window_size)
+    check(features, call)
+
+
+def test_nothing_outside_of_the_window_is_read():
+    """Tiles of keys that no query sees hold NaN in k and v; tiles of queries that see no key, in q and do."""
+    features = Features(window=(True, True))
+    call = problem(features, 80, 160, group=1, window_size=(3, 3))
+    tensors = build(call)
+    forward = references(call, tensors)[0]
+    clean = launch(features, call, tensors, forward)
+    with torch.no_grad():
+        tensors.key[:, :, 96:], tensors.value[:, :, 96:] = math.nan, math.nan  # row 79 sees the keys up to 82
+    dirty = launch(features, call, tensors, forward)
+    assert torch.equal(clean.dq, dirty.dq)
+    call = problem(features, 160, 80, group=1, window_size=(3, 3))
+    tensors = build(call)
+    forward = references(call, tensors)[0]
+    clean = launch(features, call, tensors, forward)
+    with torch.no_grad():
+        tensors.query[:, :, 96:], tensors.grad_out[:, :, 96:] = math.nan, math.nan
+    dirty = launch(features, call, tensors, forward)
+    assert torch.equal(clean.dk, dirty.dk)
+    assert torch.equal(clean.dv, dirty.dv)
+
+
+def test_a_sink_beside_large_scores():
+    """lse cannot hold the log of a sum there, and the excess must count the sink."""
+    features = Features(mask="own", sink="float32")
+    call = problem(features, 33, 40, mask_content="random")
+    tensors = build(call)
+    with torch.no_grad():
+        tensors.mask += 8192.0
+        tensors.sink.fill_(8192.0)
+    check(features, call, tensors)
+
+
 def test_index_arithmetic_in_64_bits():
     from torch_bwattn.backends.helion import backward, mask_grad, runtime
 
@@ -244,7 +329,8 @@ def test_index_arithmetic_in_64_bits():
 
     families = {name: wide(getattr(backward, name)) for name in ("DELTA", "EXCESS", "DKV", "DQ")}
     families["DMASK"] = wide(mask_grad.DMASK)
-    for features in (Features(causal=True), Features(dropout=True, mask="own")):
+    everything = Features(window=(True, True), softcap=True, sink="own")
+    for features in (Features(causal=True), Features(dropout=True, mask="own"), everything):
         check(features, problem(features, 35, 40, batch=2), families=families)
 
 

@@ -334,6 +334,7 @@ def test_index_arithmetic_in_64_bits():
     family = Wide(forward.attention_forward, dims={name: " ".join(d) for name, d in forward.FORWARD.dims.items()})
     problem = Problem(batch=2, kv_heads=2, group=2, rows=40, keys=50, bottom_right=True)
     check(Features(causal=True, dropout=True, mask=torch.bool), problem, family=family)
+    check(Features(causal=True, window=True, softcap=True, sink=torch.float32), problem, family=family)
 
 
 @interpreted
@@ -390,6 +391,36 @@ def test_keys_beyond_the_causal_diagonal_do_not_leak():
 
 
 @interpreted
+def test_tiles_outside_of_the_window_are_not_read():
+    q, k, v = normal(1, 1, 97, 16)[:, :, 64:], normal(1, 1, 190, 16), normal(1, 1, 190, 32)[..., 16:]
+    features, problem = Features(window=True, causal=True), Problem(rows=33, keys=190, bottom_right=True, left=9)
+    clean = launch(features, (q, k, v), problem=problem)
+    k[:, :, :144], v[:, :, :144] = math.nan, math.nan  # query 0 sees the keys from 148 on
+    dirty = launch(features, (q, k, v), problem=problem)
+    for before, after in zip(clean, dirty, strict=True):
+        assert torch.equal(before, after)
+
+
+@interpreted
+@pytest.mark.parametrize(("rows", "keys"), [(33, 90), (90, 33), (64, 64), (1, 70)])
+@pytest.mark.parametrize("window", [(0, 0), (15, 16), (40, 3), (3, 40), (2000, 2000)], ids=str)
+@pytest.mark.parametrize("bottom_right", [False, True])
+def test_windows_over_many_tiles(rows, keys, window, bottom_right):
+    problem = Problem(rows=rows, keys=keys, bottom_right=bottom_right, left=window[0], right=window[1])
+    check(Features(window=True, causal=True), problem)
+
+
+@interpreted
+def test_a_row_that_sees_the_sink_alone():
+    q, k, v = normal(1, 2, 40, 16), normal(1, 2, 20, 16), normal(1, 2, 20, 32)[..., 16:]
+    features, problem = Features(window=True, causal=True, sink=torch.float32), Problem(rows=40, keys=20, left=3)
+    out, lse = launch(features, (q, k, v), problem=problem)
+    assert not out[:, :, 23:].any()
+    sink = sink_of(features, problem, 2)
+    torch.testing.assert_close(lse[:, :, 23:], sink.view(1, 2, 1).expand(1, 2, 17))
+
+
+@interpreted
 def test_infinite_scores_are_what_softmax_makes_of_them():
     q, k, v = torch.ones(1, 1, 4, 16), normal(1, 1, 37, 16), normal(1, 1, 37, 32)[..., 16:]
     k[0, 0, 5] = -math.inf  # weighs nothing
@@ -421,6 +452,18 @@ def test_one_kernel_serves_every_length():
     bound = len(forward.FORWARD._bound)
     for rows, keys, layout in ((1, 1, "bshd"), (16, 32, "stepped"), (0, 7, "contiguous"), (50, 3, "one head")):
         check(features, replace(Problem(), rows=rows, keys=keys, layout=layout, kv_heads=2, group=2))
+    assert len(forward.FORWARD._bound) == bound
+
+
+@interpreted
+def test_one_kernel_serves_every_window_and_soft_cap():
+    from torch_bwattn.backends.helion import forward
+
+    features = Features(window=True, causal=True, softcap=True)
+    check(features, Problem())
+    bound = len(forward.FORWARD._bound)
+    for left, right, softcap in ((0, 0, 1.0), (16, 1, 30.0), (50, 64, 0.5)):
+        check(features, Problem(left=left, right=right, softcap=softcap))
     assert len(forward.FORWARD._bound) == bound
 
 

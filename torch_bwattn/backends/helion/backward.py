@@ -394,9 +394,9 @@ def _edge_tiles(
 
     The ragged last tile of queries is ``[tail, end)`` where no window ends before it.
     """
-    last, end = rows // block_m, (rows + block_m - 1) // block_m
+    last = rows // block_m
     if not causal and mask is None and low_diagonal is None:
-        return 0, 0, last, end
+        return 0, 0, last, (rows + block_m - 1) // block_m
     zero = hl.full([], 0, dtype=torch.int32)
     whole = zero + last
     start: Any = zero
@@ -416,7 +416,7 @@ def _edge_tiles(
         return start, stop, tail, seen
     if mask is not None:
         stop = torch.where(zero + (first_col + block_n) > keys, whole, stop)
-    return start, stop, last, end
+    return start, stop, last, (rows + block_m - 1) // block_m
 
 
 def _edge_tile(step: Int, start: Any, stop: Any, tail: Any, low_diagonal: Int | None) -> Any:
