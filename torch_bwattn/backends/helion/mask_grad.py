@@ -104,6 +104,9 @@ def attention_dmask(
         d = hl.arange(parts.padded_width(D))
         d_v = hl.arange(parts.padded_width(Dv))
         total = hl.zeros([block_m, block_n], dtype=torch.float32)
+        # Judged for all query tiles at once: Helion cannot divide a scalar by a block size inside of nested loops.
+        last_row = (tile_m + visits_m) * block_m - 1
+        begin, stop = _visited(tile_n, visits_n, tile_m * block_m, last_row, N, diagonal, causal, low_diagonal, block_n)
         for b in hl.grid(bm, bm + visits_b):
             for h in hl.grid(hm, hm + visits_h):
                 hk = h // (Hq // Hkv)
@@ -115,9 +118,6 @@ def attention_dmask(
                     row_norm = _column_values(norm, b, h, row, M)
                     row_excess = _column_values(excess, b, h, row, M)
                     row_delta = _column_values(delta, b, h, row, M)
-                    begin, stop = _visited(
-                        tile_n, visits_n, i * block_m, block_m, N, diagonal, causal, low_diagonal, block_n
-                    )
                     for j in hl.grid(begin, stop):
                         col = j * block_n + hl.arange(block_n)
                         bound = col < N
@@ -147,21 +147,19 @@ def _visited(
     tile_n: Int,
     visits_n: Int,
     first_row: Int,
-    block_m: Int,
+    last_row: Int,
     keys: Int,
     diagonal: Int,
     causal: bool,
     low_diagonal: Int | None,
     block_n: Int,
 ) -> tuple[Any, Any]:
-    """Those of the key tiles ``[tile_n, tile_n + visits_n)`` of which a tile of queries sees anything."""
+    """The key tiles ``[begin, stop)`` to visit: those of ``[tile_n, tile_n + visits_n)`` that some of the rows see."""
     if not causal and low_diagonal is None:
         return tile_n, tile_n + visits_n
     zero = hl.full([], 0, dtype=torch.int32)
-    first, full, start, stop = parts.key_tiles(
-        first_row, first_row + block_m - 1, keys, diagonal, causal, low_diagonal, block_n
-    )
-    begin = zero + first - (zero + full - start)  # the edge tiles before `first` number full - start
+    first, full, start, stop = parts.key_tiles(first_row, last_row, keys, diagonal, causal, low_diagonal, block_n)
+    begin = zero + first - (zero + full - start)  # the tiles before `first` that some row sees number full - start
     return torch.maximum(zero + tile_n, begin), torch.minimum(zero + (tile_n + visits_n), zero + stop)
 
 
