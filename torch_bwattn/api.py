@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, overload
+from typing import Literal, overload
 
 import torch
 from torch import Tensor
@@ -106,14 +106,18 @@ def sdpa(
     check_tensors(query, key, value, attn_mask, sink)
     check_flags(is_causal, enable_gqa)
     attn_mask, is_causal, causal_alignment = resolve_bias(query, key, attn_mask, is_causal, causal_alignment)
-    # Every keyword costs the dispatcher time, so calls without these do not pass them.
-    features: dict[str, Any] = {}
-    if window_size is not None or softcap is not None or sink is not None:
-        features = {"window_size": window_size, "softcap": softcap, "sink": sink}
     op = torch.ops.bwattn.sdpa_with_lse if return_lse else torch.ops.bwattn.sdpa
-    result: Tensor | tuple[Tensor, Tensor] = op(
-        query, key, value, attn_mask, dropout_p, is_causal,
-        scale=scale, enable_gqa=enable_gqa, causal_alignment=causal_alignment, **features,
+    result: Tensor | tuple[Tensor, Tensor]
+    if window_size is None and softcap is None and sink is None:
+        # Every keyword costs the dispatcher time.
+        result = op(
+            query, key, value, attn_mask, dropout_p, is_causal,
+            scale=scale, enable_gqa=enable_gqa, causal_alignment=causal_alignment,
+        )  # fmt: skip
+        return result
+    result = op(
+        query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa,
+        causal_alignment=causal_alignment, window_size=window_size, softcap=softcap, sink=sink,
     )  # fmt: skip
     return result
 

@@ -52,19 +52,19 @@ def check_flags(is_causal: object, enable_gqa: object) -> None:
 
 def check_tensors(query: object, key: object, value: object, attn_mask: object, sink: object = None) -> None:
     """Refuse anything but dense tensors (and None as the mask or the sink) with the argument's name."""
-    for name, tensor in (("query", query), ("key", key), ("value", value), ("attn_mask", attn_mask)):
+    operands: tuple[tuple[str, object], ...] = (
+        ("query", query), ("key", key), ("value", value), ("attn_mask", attn_mask),
+    )  # fmt: skip
+    if sink is not None:
+        operands = (*operands, ("sink", sink))
+    for name, tensor in operands:
         if tensor is None and name == "attn_mask":
             continue
-        _check_tensor(name, tensor, "a Tensor or None" if name == "attn_mask" else "a Tensor")
-    if sink is not None:
-        _check_tensor("sink", sink, "a Tensor or None")
-
-
-def _check_tensor(name: str, tensor: object, wanted: str) -> None:
-    if not isinstance(tensor, Tensor):
-        raise TypeError(expected(name, wanted, type(tensor).__name__))
-    if tensor.layout != torch.strided or tensor.is_nested:
-        raise TypeError(expected(name, "a dense (strided) tensor", "nested" if tensor.is_nested else tensor.layout))
+        if not isinstance(tensor, Tensor):
+            wanted = "a Tensor or None" if name in ("attn_mask", "sink") else "a Tensor"
+            raise TypeError(expected(name, wanted, type(tensor).__name__))
+        if tensor.layout != torch.strided or tensor.is_nested:
+            raise TypeError(expected(name, "a dense (strided) tensor", "nested" if tensor.is_nested else tensor.layout))
 
 
 def resolve_bias(

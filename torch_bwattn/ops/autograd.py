@@ -50,7 +50,7 @@ class Forward(_SingleLevelFunction):
     """``sdpa_forward`` as one autograd node.
 
     Arguments: how to go on (the keyset to redispatch with, or the chosen backend's callable), then the operator's own:
-    the tensors, and the options in one tuple because autograd looks at every argument.
+    the tensors, and the options and the backend in one tuple because autograd looks at every argument.
     """
 
     @staticmethod
@@ -63,10 +63,10 @@ class Forward(_SingleLevelFunction):
         mask: Tensor | None,
         sink: Tensor | None,
         rng_state: Tensor | None,
-        options: primitive.Options,
-        backend: str | None,
+        settings: tuple[primitive.Options, str | None],
     ) -> tuple[Tensor, Tensor]:
         ctx.direct = direct = not isinstance(onward, DispatchKeySet)
+        options, backend = settings
         ctx.options = options
         ctx.backend = backend if direct else pinned() or backend  # on the direct way the caller has looked
         if isinstance(onward, DispatchKeySet):
@@ -132,7 +132,7 @@ def _forward(keyset: DispatchKeySet, *args: Any) -> Any:
         complete = (*args, *(None,) * (13 - len(args)))
         options, sink = (*complete[5:9], *complete[10:12]), complete[12]
         with enable_single_level_autograd_function():
-            return Forward.apply(below, *args[:4], sink, args[4], options, complete[9])  # type: ignore[attr-defined]
+            return Forward.apply(below, *args[:4], sink, args[4], (options, complete[9]))  # type: ignore[attr-defined]
     with _AutoDispatchBelowAutograd():
         return torch.ops.bwattn.sdpa_forward.default.redispatch(below, *args)
 

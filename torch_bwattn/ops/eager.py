@@ -25,9 +25,9 @@ _PLAIN = (Tensor, Parameter)
 
 
 class _Entry(NamedTuple):
-    """What is remembered of a call: its options, the mask's missing leading dimensions, and what runs without grad."""
+    """What is remembered of a call: its options and pin, the mask's missing leading dimensions, and what runs."""
 
-    options: primitive.Options
+    settings: tuple[primitive.Options, str | None]
     mask_rank: int
     name: str
     run: ForwardFn
@@ -42,8 +42,8 @@ def _plain(tensor: Tensor) -> bool:
 
 
 def _casts(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, sink: Tensor | None) -> bool:
-    """Whether autocast is on and would change an operand."""
-    if not torch._C._is_any_autocast_enabled() or not torch.is_autocast_enabled(query.device.type):
+    """Whether autocast is on for the operands' device and would change one."""
+    if not torch.is_autocast_enabled(query.device.type):
         return False
     dtype = torch.get_autocast_dtype(query.device.type)
     if sink is not None and sink.dtype not in (torch.float32, dtype):
@@ -68,17 +68,22 @@ def call(
     """``(out, lse)``, or None where the call must go the long way."""
     if not (_plain(query) and _plain(key) and _plain(value) and (mask is None or _plain(mask))):
         return None
-    if sink is not None and not _plain(sink):
+    if autograd.watched():
         return None
-    if autograd.watched() or _casts(query, key, value, mask, sink):
+    if torch._C._is_any_autocast_enabled() and _casts(query, key, value, mask, sink):
         return None
     pin = pinned()
-    window = None if window_size is None else tuple(window_size)
-    options = (dropout_p, is_causal, scale, enable_gqa, causal_alignment, window, softcap)
-    signature = primitive.signature(query, key, value, mask, *options, sink is not None and primitive.meta(sink), pin)
+    window, features = None, None
+    if window_size is not None or softcap is not None or sink is not None:
+        if sink is not None and not _plain(sink):
+            return None
+        window = None if window_size is None else tuple(window_size)
+        features = (window, softcap, primitive.meta(sink))
+    options = (dropout_p, is_causal, scale, enable_gqa, causal_alignment)
+    signature = primitive.signature(query, key, value, mask, *options, features, pin)
     entry = _entries.get(signature, _UNKNOWN)
     if isinstance(entry, str):
-        entry = _enter(query, key, value, mask, *options, sink, pin)
+        entry = _enter(query, key, value, mask, *options, window, softcap, sink, pin)
         primitive.remember(_entries, signature, entry)
     if entry is None:
         return None
@@ -94,7 +99,7 @@ def call(
         or (sink is not None and sink.requires_grad)
     ):
         result: tuple[Tensor, Tensor] = autograd.Forward.apply(  # type: ignore[attr-defined]
-            entry.run, query, key, value, mask, sink, rng_state, entry.options, pin
+            entry.run, query, key, value, mask, sink, rng_state, entry.settings
         )
         return result
     return entry.run(ForwardInputs(query, key, value, mask, rng_state, sink))
@@ -122,4 +127,4 @@ def _enter(
         return None
     options = (dropout_p, is_causal, made.scale, causal_alignment, made.window, softcap)
     name, run = primitive.plan_forward(made.q, made.k, made.v, made.mask, sink, options, pin)
-    return _Entry(options, 0 if mask is None else 4 - mask.dim(), name, run)
+    return _Entry((options, pin), 0 if mask is None else 4 - mask.dim(), name, run)
