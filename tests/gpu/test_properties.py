@@ -44,6 +44,7 @@ class Features:
             value_widths=(self.value_width,),
             mask_dtypes=(self.mask_dtype,),
             dropout_over=(self.dropout_over,),
+            features=0,  # test_features.py has them, in combinations that are not drawn
         )
 
 
