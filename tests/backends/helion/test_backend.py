@@ -44,7 +44,9 @@ def test_takes_every_cuda_target_from_sm_80(target, backward):
     assert "warps" in verdict.config
 
 
-def run(problem: Problem, inputs: ForwardInputs, wanted: tuple[bool, bool, bool, bool], grad_lse: bool = True) -> None:
+def run(
+    problem: Problem, inputs: ForwardInputs, wanted: tuple[bool, bool, bool, bool, bool], grad_lse: bool = True
+) -> None:
     """A whole call through the backend, against the reference."""
     backend = HelionBackend()
     out, lse = backend.forward(problem)(inputs)
@@ -53,10 +55,10 @@ def run(problem: Problem, inputs: ForwardInputs, wanted: tuple[bool, bool, bool,
     torch.testing.assert_close(lse, expected_lse, atol=2e-5, rtol=2e-5)
     assert out.stride() == expected_out.stride()
     grad_out = torch.randn(out.shape, dtype=out.dtype)
-    x = BackwardInputs(grad_out, torch.randn(lse.shape) if grad_lse else None, *inputs[:4], out, lse, inputs.rng_state)
+    x = BackwardInputs(grad_out, torch.randn(lse.shape) if grad_lse else None, *inputs[:4], out, lse, *inputs[4:])
     back = dataclasses.replace(problem, backward=True, mask_grad=wanted[3])
     for got, expected in zip(
-        backend.backward(back)(x, wanted), reference.backward(back, x, (True, True, True, wanted[3])), strict=True
+        backend.backward(back)(x, wanted), reference.backward(back, x, (True, True, True, *wanted[3:])), strict=True
     ):
         if got is not None and expected is not None:
             torch.testing.assert_close(got, expected, atol=5e-5, rtol=5e-5)
@@ -66,9 +68,9 @@ def run(problem: Problem, inputs: ForwardInputs, wanted: tuple[bool, bool, bool,
 def drawn(q_len: int, kv_len: int, **options: object) -> tuple[Problem, ForwardInputs]:
     q = torch.randn(2, q_len, 4, 16).transpose(1, 2)
     k, v = torch.randn(2, 2, kv_len, 16), torch.randn(2, 2, kv_len, 24)
-    mask, rng_state = options.pop("mask", None), options.pop("rng_state", None)
+    mask, rng_state, sink = (options.pop(name, None) for name in ("mask", "rng_state", "sink"))
     settings = {"scale": 0.3, "is_causal": False, "causal_alignment": "top_left", "dropout_p": 0.0, **options}
-    return describe(q, k, v, mask, **settings), ForwardInputs(q, k, v, mask, rng_state)
+    return describe(q, k, v, mask, sink=sink, **settings), ForwardInputs(q, k, v, mask, rng_state, sink)
 
 
 @pytest.mark.interpreted
@@ -76,19 +78,28 @@ def drawn(q_len: int, kv_len: int, **options: object) -> tuple[Problem, ForwardI
 @pytest.mark.parametrize("kv_len", [1, 40, 0])
 def test_ragged_and_empty_lengths(q_len, kv_len):
     problem, inputs = drawn(q_len, kv_len, is_causal=True, causal_alignment="bottom_right")
-    run(problem, inputs, (True, True, True, False))
+    run(problem, inputs, (True, True, True, False, False))
+
+
+@pytest.mark.interpreted
+@pytest.mark.parametrize("kv_len", [1, 40, 0])
+def test_window_soft_cap_and_sink(kv_len):
+    options = {"window": (9, 4), "softcap": 2.0, "sink": torch.randn(4)}
+    problem, inputs = drawn(35, kv_len, **options)
+    run(problem, inputs, (True, True, True, False, True))
 
 
 @pytest.mark.interpreted
 @pytest.mark.parametrize("shape", [(1, 1, 1, 1), (2, 1, 35, 1), (1, 4, 1, 40), (2, 4, 35, 40)])
 def test_mask_gradient_in_the_masks_own_shape(shape):
     problem, inputs = drawn(35, 40, mask=torch.randn(shape))
-    run(problem, inputs, (True, True, True, True))
+    run(problem, inputs, (True, True, True, True, False))
 
 
 @pytest.mark.interpreted
 @pytest.mark.parametrize(
-    "wanted", [(True, False, False, False), (False, True, False, False), (False, False, True, False)]
+    "wanted",
+    [(True, False, False, False, False), (False, True, False, False, False), (False, False, True, False, False)],
 )
 def test_unwanted_gradients_are_left_out(wanted):
     problem, inputs = drawn(20, 33, dropout_p=0.4, rng_state=torch.tensor([7]))
@@ -101,7 +112,7 @@ def test_one_key_gives_exactly_zero_gradients():
     out, lse = HelionBackend().forward(problem)(inputs)
     back = dataclasses.replace(problem, backward=True)
     x = BackwardInputs(torch.randn(out.shape), None, *inputs[:4], out, lse, None)
-    dq, dk, _, _ = HelionBackend().backward(back)(x, (True, True, True, False))
+    dq, dk, *_ = HelionBackend().backward(back)(x, (True, True, True, False, False))
     assert torch.count_nonzero(dq) == torch.count_nonzero(dk) == 0
 
 
@@ -111,4 +122,4 @@ def test_values_narrower_than_keys_off_the_boundaries():
     q = torch.randn(1, 20, 2, 35).transpose(1, 2)[..., 1:33]
     k, v = torch.randn(1, 2, 40, 32), torch.randn(1, 2, 40, 10)
     options = {"scale": 0.2, "is_causal": False, "causal_alignment": "top_left", "dropout_p": 0.0}
-    run(describe(q, k, v, None, **options), ForwardInputs(q, k, v, None, None), (True, True, True, False))
+    run(describe(q, k, v, None, **options), ForwardInputs(q, k, v, None, None), (True, True, True, False, False))
