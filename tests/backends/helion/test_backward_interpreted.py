@@ -316,6 +316,13 @@ def test_a_sink_beside_large_scores():
     check(features, call, tensors)
 
 
+@pytest.mark.parametrize("softcap", [1e-25, 1e-3, 1e6, 1e29])
+def test_soft_caps_of_every_size(softcap):
+    """Relative accuracy: the cap multiplies every absolute error of a tanh, and divides those of a score."""
+    features = Features(softcap=True, causal=True)
+    check(features, problem(features, 33, 40, softcap=softcap))
+
+
 def test_index_arithmetic_in_64_bits():
     from torch_bwattn.backends.helion import backward, mask_grad, runtime
 

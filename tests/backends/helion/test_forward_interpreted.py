@@ -402,6 +402,12 @@ def test_tiles_outside_of_the_window_are_not_read():
 
 
 @interpreted
+@pytest.mark.parametrize("softcap", [1e-25, 1e-3, 1e6, 1e29])
+def test_soft_caps_of_every_size(softcap):
+    check(Features(softcap=True, causal=True), Problem(rows=33, keys=40, softcap=softcap))
+
+
+@interpreted
 @pytest.mark.parametrize(("rows", "keys"), [(33, 90), (90, 33), (64, 64), (1, 70)])
 @pytest.mark.parametrize("window", [(0, 0), (15, 16), (40, 3), (3, 40), (2000, 2000)], ids=str)
 @pytest.mark.parametrize("bottom_right", [False, True])

@@ -212,8 +212,8 @@ def score_scale(scale: float, softcap: float | None, mask: torch.Tensor | None) 
 def capped(score: torch.Tensor, softcap: float | None) -> torch.Tensor:
     """``tanh(score)`` with a soft cap, else ``score``.
 
-    The library's tanh, good to an ulp or two: the hardware's approximation is off by 2**-11, which times the cap would
-    be the error of an exponent.
+    The library's tanh, good to an ulp or two of its result however small: an absolute error, as 1 - 2 / (e^2x + 1) and
+    the hardware's approximation have (2**-24, 2**-11), would be that of a score once the cap multiplies it.
     """
     return score if softcap is None else torch.tanh(score)
 
