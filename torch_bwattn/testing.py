@@ -643,7 +643,7 @@ def _rounding(
     The model has two unit roundoffs: ``u`` of the input dtype, for P and dS cast before their matrix products and for
     O as stored, and ``a`` of the accumulator, with ``a(n) = a * (1 + sqrt(n) / 2)`` for a sum of n terms (where the
     terms are all equal, so are their roundings, and ``n / 2`` stands for ``sqrt(n) / 2``). Independent roundings add in
-    squares, those shared by a row as they are:
+    squares, those shared by a row and those of equal terms as they are:
 
         score       e_s    = 2 * a * |s| + a(D) * scale * ||q o k||
         LSE         e_l    = a * (1 + 2 * |lse|) + ||P o e_s||
@@ -652,10 +652,13 @@ def _rounding(
         delta       e_d    = ||e_o o dO|| + a * (|delta| + |dlse|), for the whole row
         dS          e_ds   = |dS| * (u + rho) + a(Dv) * P * ||dO o V||, and P * e_d + |dS| * e_l for the whole row
 
-    and a soft cap, with y the score before it and c' = 1 - (s / cap)^2 its slope,
+    and a soft cap, with y the score before it, t = tanh(y / cap) and c' = 1 - t^2 its slope (the derivative of c' for y
+    is -2 * t * c' / cap),
 
-        score       e_s    = 6 * a * |s| + c' * (2 * a * |y| + a(D) * scale * ||q o k||)        dQ, dK from dS * c'
-        dsink       ||p_sink o (e_d + |delta| * (e_l + 8 * a))|| over batch and rows
+        score       e_y    = 2 * a * |y| + a(D) * scale * ||q o k||,    e_s = 6 * a * |s| + c' * e_y
+        dQ, dK      from dS * c', with e_ds * c' + |dS| * e_c,          e_c = 8 * a * t^2 + 2 * |t| * c' * e_y / cap
+        dsink       2 * ||p_sink o (e_d + |delta| * (e_l + 8 * a))|| over batch and rows; twice, because a sink in fp32
+                    leaves neither the floor nor the error of pt to the rest of the bound
 
     and the gradients collect e_ds, through K for dQ and through Q for dK, and rho through dO for dV. Each result is
     rounded once more when it is stored. Over 10,000 drawn problems, PyTorch's fused CPU attention and an emulated bf16
@@ -690,6 +693,7 @@ def _rounding(
             None if keep is None else keep[_region(keep, (*lead, row, whole))],
             *(None if grad is None else grad[index] for grad in (grad_out, grad_lse)),
             with_gradients=results.dq is not None,
+            sums_keys="dmask" in targets and targets["dmask"].shape[-1:] in ((1,), ()),
         )
         for name, square in squares.items():
             part = square[regions[name]]
@@ -718,8 +722,12 @@ def _roundings(
     grad_lse: torch.Tensor | None,
     *,
     with_gradients: bool,
+    sums_keys: bool,
 ) -> dict[str, torch.Tensor]:
-    """The figures of :func:`_rounding` for one chunk, by result, before they are summed over what was broadcast."""
+    """The figures of :func:`_rounding` for one chunk, by result, before they are summed over what was broadcast.
+
+    With ``sums_keys`` (the mask is the same for every key) that of the mask's gradient is summed over keys already.
+    """
     eps, acc = units
     query, key, value = tensors
     scale = abs(call.true_scale(query.shape[-1])) if query.shape[-1] else 0.0
@@ -743,14 +751,20 @@ def _roundings(
         varied = (1 + math.sqrt(count) / 2) * (spread + of_totals * total)
         return acc * (varied + torch.where(repeated, count / 2 * total, 0.0))
 
+    def along(errors: torch.Tensor, dim: int) -> torch.Tensor:
+        """The size of a sum of errors: in squares, or where all terms are equal, and so round alike, as it is."""
+        spread, total = errors.norm(dim=dim, keepdim=True), errors.sum(dim, keepdim=True).abs()
+        return torch.where(total > spread * (math.sqrt(errors.shape[dim]) * (1 - 1e-6)), total, spread)
+
     e_s = 2 * acc * bounded(scores) + scale * sums(query, wide_k.mT)
-    slope = torch.ones_like(e_s)
+    slope, e_c = torch.ones_like(e_s), torch.zeros_like(e_s)
     if call.softcap is not None:
         raw = (query * call.true_scale(query.shape[-1])) @ wide_k.mT
         tanh = torch.tanh(raw / call.softcap)
         slope = 1.0 - tanh * tanh
-        own = 2 * acc * raw.abs() + scale * sums(query, wide_k.mT)
-        e_s = 6 * acc * call.softcap * tanh.abs() + slope * own
+        e_y = 2 * acc * raw.abs() + scale * sums(query, wide_k.mT)
+        e_s = 6 * acc * call.softcap * tanh.abs() + slope * e_y
+        e_c = 8 * acc * tanh * tanh + 2 * tanh.abs() * slope * e_y / call.softcap
     e_l = acc * (1 + 2 * bounded(lse)) + (p * e_s).norm(dim=-1, keepdim=True)
     rho = eps + e_s + 4 * acc
     dropped = p
@@ -768,16 +782,19 @@ def _roundings(
     delta = (out * do).sum(-1, keepdim=True) - dlse
     ratio = torch.where(p > 0, dropped / p.clamp_min(torch.finfo(torch.float64).tiny), 0.0)
     ds = p * (ratio * (do @ wide_v.mT) - delta)
-    e_d = (e_o * do).norm(dim=-1, keepdim=True) + acc * (delta.abs() + dlse.abs())
+    e_d = along(e_o * do, -1) + acc * (delta.abs() + dlse.abs())
     own = ds.abs() * (eps + rho) + p * ratio * sums(do, wide_v.mT)
     shared = p * e_d + ds.abs() * e_l
     by_row = e_d * ((p * slope) @ wide_k).abs() + e_l * ((ds * slope) @ wide_k).abs()
     figures["dmask"] = own + shared
-    own, shared, ds = own * slope, shared * slope, ds * slope
+    if sums_keys:
+        by_mask = e_d * p.sum(-1, keepdim=True) + e_l * ds.sum(-1, keepdim=True).abs()
+        figures["dmask"] = own.norm(dim=-1, keepdim=True) + by_mask
+    own, shared, ds = own * slope + ds.abs() * e_c, shared * slope, ds * slope
     figures["dq"] = scale * (norm(own, wide_k) + sums(ds, wide_k, 1.0) + by_row)
     figures["dk"] = scale * (norm((own + shared).mT, query) + sums(ds.mT, query, 1.0))
     figures["dv"] = norm((dropped * (rho + e_l)).mT, do) + sums(dropped.mT, do, 1.0)
     if sink is not None:
         p_sink = (1.0 - p.sum(-1, keepdim=True)).masked_fill(dead, 0.0)
-        figures["dsink"] = (p_sink * (e_d + delta.abs() * (e_l + 8 * acc))).squeeze(-1).norm(dim=-1)
+        figures["dsink"] = 2 * along(p_sink * (e_d + delta.abs() * (e_l + 8 * acc)), -2).squeeze(-1).squeeze(-1)
     return figures
