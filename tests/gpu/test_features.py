@@ -84,3 +84,10 @@ def test_no_kernel_is_compiled_for_another_window_or_cap(device):
             call = dataclasses.replace(call, window_size=(left, -1), softcap=softcap)
             run(call, build(call, device))
     assert [family.binary_count() for family in families] == compiled
+
+
+@pytest.mark.parametrize("dtype", [BF16, FP32], ids=str)
+def test_soft_caps_of_every_size(dtype, device):
+    with torch_bwattn.backend("helion"):
+        for softcap in (1e-25, 1e-3, 1e6, 1e29):
+            check_call(dataclasses.replace(call_of("softcap", dtype, 64, (300, 413)), softcap=softcap), device)
