@@ -73,37 +73,36 @@ def drawn(q_len: int, kv_len: int, **options: object) -> tuple[Problem, ForwardI
     return describe(q, k, v, mask, sink=sink, **settings), ForwardInputs(q, k, v, mask, rng_state, sink)
 
 
-@pytest.mark.interpreted
-@pytest.mark.parametrize("q_len", [1, 35, 0])
-@pytest.mark.parametrize("kv_len", [1, 40, 0])
-def test_ragged_and_empty_lengths(q_len, kv_len):
-    problem, inputs = drawn(q_len, kv_len, is_causal=True, causal_alignment="bottom_right")
-    run(problem, inputs, (True, True, True, False, False))
+# What one kernel serves is one test: as several, they may run in several workers, and binding a kernel takes seconds.
 
 
 @pytest.mark.interpreted
-@pytest.mark.parametrize("kv_len", [1, 40, 0])
-def test_window_soft_cap_and_sink(kv_len):
-    options = {"window": (9, 4), "softcap": 2.0, "sink": torch.randn(4)}
-    problem, inputs = drawn(35, kv_len, **options)
-    run(problem, inputs, (True, True, True, False, True))
+def test_ragged_and_empty_lengths():
+    for q_len in (1, 35, 0):
+        for kv_len in (1, 40, 0):
+            problem, inputs = drawn(q_len, kv_len, is_causal=True, causal_alignment="bottom_right")
+            run(problem, inputs, (True, True, True, False, False))
 
 
 @pytest.mark.interpreted
-@pytest.mark.parametrize("shape", [(1, 1, 1, 1), (2, 1, 35, 1), (1, 4, 1, 40), (2, 4, 35, 40)])
-def test_mask_gradient_in_the_masks_own_shape(shape):
-    problem, inputs = drawn(35, 40, mask=torch.randn(shape))
-    run(problem, inputs, (True, True, True, True, False))
+def test_window_soft_cap_and_sink():
+    for kv_len in (1, 40, 0):
+        problem, inputs = drawn(35, kv_len, window=(9, 4), softcap=2.0, sink=torch.randn(4))
+        run(problem, inputs, (True, True, True, False, True))
 
 
 @pytest.mark.interpreted
-@pytest.mark.parametrize(
-    "wanted",
-    [(True, False, False, False, False), (False, True, False, False, False), (False, False, True, False, False)],
-)
-def test_unwanted_gradients_are_left_out(wanted):
-    problem, inputs = drawn(20, 33, dropout_p=0.4, rng_state=torch.tensor([7]))
-    run(problem, inputs, wanted, grad_lse=False)
+def test_mask_gradient_in_the_masks_own_shape():
+    for shape in ((1, 1, 1, 1), (2, 1, 35, 1), (1, 4, 1, 40), (2, 4, 35, 40)):
+        problem, inputs = drawn(35, 40, mask=torch.randn(shape))
+        run(problem, inputs, (True, True, True, True, False))
+
+
+@pytest.mark.interpreted
+def test_unwanted_gradients_are_left_out():
+    for index in range(3):
+        problem, inputs = drawn(20, 33, dropout_p=0.4, rng_state=torch.tensor([7]))
+        run(problem, inputs, tuple(index == other for other in range(5)), grad_lse=False)
 
 
 @pytest.mark.interpreted
