@@ -20,6 +20,7 @@ from ..target import capability
 log = logging.getLogger("torch_bwattn")
 
 _MODULES = {
+    "cute": ("torch_bwattn.backends.cute.backend", "CuteBackend"),
     "helion": ("torch_bwattn.backends.helion.backend", "HelionBackend"),
     "aten": ("torch_bwattn.backends.aten", "AtenBackend"),
     "reference": ("torch_bwattn.backends.reference", "ReferenceBackend"),
@@ -40,6 +41,8 @@ def default_order(target: str) -> tuple[str, ...]:
     """Backends to ask, best first, for a target."""
     if target == "cpu":
         return ("aten", "reference")
+    if capability(target) == (9, 0):
+        return ("cute", "helion", "aten", "reference")
     if (capability(target) or (0, 0)) >= (8, 0):
         return ("helion", "aten", "reference")
     return ("aten", "reference")

@@ -1,0 +1,189 @@
+"""The Hopper kernels: any call that they take against the fp64 oracle, repeats, streams, captures."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+import torch_bwattn
+from tests.strategies import calls, share
+from tests.support.calls import Call, Operand, Sink
+from tests.support.check import check_call
+from tests.support.poison import poison
+from torch_bwattn.testing import Results, judge, oracle, pt_reference
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(
+        "torch.cuda.is_available() and torch.cuda.get_device_capability() != (9, 0)", reason="the kernels are for sm_90"
+    ),
+]
+BF16, FP16 = torch.bfloat16, torch.float16
+NO_GRAD = (False, False, False)
+
+WIDTHS = [(64, 64), (128, 128), (96, 96), (192, 128), (192, 192), (256, 256), (72, 72), (8, 16), (40, 128), (128, 64)]
+DRAWN_KINDS = ("plain", "causal", "window", "sink", "all")
+
+
+@pytest.fixture(autouse=True)
+def _poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
+    poison(monkeypatch)
+
+
+def forward_only(call: Call) -> Call:
+    sink = None if call.sink is None else dataclasses.replace(call.sink, needs_grad=False)
+    return dataclasses.replace(call, needs_grad=NO_GRAD, sink=sink)
+
+
+@st.composite
+def forward_calls(draw: st.DrawFn, width: tuple[int, int], kind: str) -> Call:
+    """A call whose kernel depends on little beside the widths and the kind, for each is a kernel to compile."""
+    dtype = (BF16, FP16)[(WIDTHS.index(width) + DRAWN_KINDS.index(kind)) % 2]
+    inner = "plain" if kind in ("plain", "window", "all") else "causal"
+    options = {"dtype": dtype, "kind": inner, "widths": width[:1], "value_widths": width[1:]}
+    call = draw(calls(**options, needs_kernel=True, features=0))
+    changes: dict[str, object] = {}
+    if kind in ("window", "all"):
+        reach = st.integers(0, max(1, call.key.shape[-2], call.query.shape[-2]))
+        changes["window_size"] = (draw(reach), draw(reach))
+        changes["causal_alignment"] = draw(st.sampled_from(("top_left", "bottom_right")))
+    if kind in ("sink", "all"):
+        content = draw(st.sampled_from(("random", "random", "large", "infinite")))
+        changes["sink"] = Sink(draw(st.sampled_from(("own", "float32"))), content)
+    if kind == "all":
+        changes["softcap"] = draw(st.sampled_from((0.5, 2.0, 15.0, 50.0, 1e6)))
+    return forward_only(dataclasses.replace(call, **changes))
+
+
+@pytest.mark.parametrize("kind", DRAWN_KINDS)
+@pytest.mark.parametrize("width", WIDTHS, ids=str)
+@settings(max_examples=share(0.64))
+@given(data=st.data())
+def test_forward(width, kind, data, device):
+    call = data.draw(forward_calls(width, kind))
+    try:
+        with torch_bwattn.backend("cute"):
+            check_call(call, device)
+    except torch_bwattn.UnsupportedProblem as refusal:
+        assume(not any(word in str(refusal) for word in ("TMA", "scale", "size is 0")))
+        raise
+
+
+@pytest.mark.parametrize("width", [64, 128], ids=str)
+@settings(max_examples=share(0.3))
+@given(data=st.data())
+def test_helions_backward_takes_this_forward(width, data, device):
+    call = data.draw(calls(dtype=BF16, kind="causal", widths=(width,), value_widths=(width,)))
+    check_call(call, device)
+
+
+# No multiple of any tile, and long enough for all loops: (queries, keys, heads of a key head).
+SIZES = [(127, 129, 1), (257, 1025, 3), (1, 4097, 4), (33, 777, 8), (2049, 515, 2), (3001, 3001, 1)]
+KINDS = {
+    "plain": {},
+    "causal": {"is_causal": True},
+    "bottom_right": {"is_causal": True, "causal_alignment": "bottom_right"},
+    "window": {"window_size": (100, 30)},
+    "causal_window": {"window_size": (700, 0), "causal_alignment": "bottom_right"},
+    "sink": {"sink": Sink("float32"), "is_causal": True},
+    "softcap": {"softcap": 5.0, "is_causal": True},
+    "all": {"window_size": (150, 60), "softcap": 5.0, "sink": Sink("own", "large")},
+}
+
+
+@pytest.mark.parametrize(
+    ("width", "kind"),
+    [(width, kind) for kind in KINDS for width in (WIDTHS if kind in ("causal", "all") else WIDTHS[:4])],
+    ids=str,
+)
+def test_sizes(width, kind, device):
+    for rows, columns, group in SIZES:
+        call = Call(
+            Operand((2, 2 * group, rows, width[0]), "bshd"),
+            Operand((2, 2, columns, width[0]), "bshd"),
+            Operand((2, 2, columns, width[1]), "bshd"),
+            dtype=BF16,
+            enable_gqa=True,
+            **KINDS[kind],
+        )
+        with torch_bwattn.backend("cute"):
+            check_call(forward_only(call), device)
+
+
+@pytest.mark.parametrize("magnitude", [6.0, 300.0])
+@pytest.mark.parametrize("width", [(64, 64), (128, 128), (192, 128), (256, 256)], ids=str)
+def test_scores_that_outgrow_what_came_before(width, magnitude, device):
+    """Of some rows the later tiles' scores are larger by far: their exponentials overflow, or nearly, at first."""
+    rows, columns = 700, 1700
+    generator = torch.Generator(device).manual_seed(0)
+
+    def normal(length: int, columns: int) -> torch.Tensor:
+        return torch.randn(2, 2, length, columns, device=device, dtype=BF16, generator=generator)
+
+    query, value = normal(rows, width[0]) * magnitude, normal(columns, width[1])
+    # The last keys are visited first.
+    key = normal(columns, width[0]) * torch.linspace(2, 0, columns, device=device, dtype=BF16)[:, None]
+    with torch_bwattn.backend("cute"):
+        out, lse = torch_bwattn.sdpa(query, key, value, return_lse=True)
+    reference = oracle(query, key, value)
+    for verdict in judge(Results(out=out, lse=lse), reference, pt_reference(query, key, value)):
+        assert verdict.passed, str(verdict)
+
+
+@pytest.mark.parametrize("layout", ["contiguous", "bshd", "expanded_lead"])
+@pytest.mark.parametrize("shape", [(1, 1, 1, 64), (3, 1, 7, 64), (1, 5, 64, 128)], ids=str)
+def test_dimensions_of_one_may_have_any_stride(shape, layout, device):
+    operand = Operand(shape, layout)
+    check_call(forward_only(Call(operand, operand, operand, dtype=BF16)), device)
+
+
+@pytest.mark.parametrize(
+    ("shape", "kv_heads", "causal"),
+    [
+        ((2, 8, 1500, 128), 8, True),
+        ((4, 16, 700, 64), 4, False),
+        ((1, 4, 2048, 256), 4, True),
+        ((8, 8, 9, 128), 1, False),
+    ],
+    ids=str,
+)
+def test_a_thousand_repeats_are_bitwise_equal(shape, kv_heads, causal, device):
+    batch, _, length, width = shape
+    query = torch.randn(shape, device=device, dtype=BF16)
+    key, value = (torch.randn(batch, kv_heads, length, width, device=device, dtype=BF16) for _ in range(2))
+    options = {"is_causal": causal, "enable_gqa": True, "return_lse": True}
+    with torch_bwattn.backend("cute"):
+        out, lse = torch_bwattn.sdpa(query, key, value, **options)
+        differing = torch.zeros((), dtype=torch.int64, device=device)
+        for _ in range(1000):
+            again, lse_again = torch_bwattn.sdpa(query, key, value, **options)
+            differing += (again != out).any() | (lse_again != lse).any()
+    assert differing.item() == 0
+
+
+def test_captured_and_on_a_side_stream(device):
+    query, key, value = (torch.randn(2, 4, 300, 128, device=device, dtype=BF16) for _ in range(3))
+    with torch_bwattn.backend("cute"):
+        expected = torch_bwattn.sdpa(query, key, value)
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            assert torch.equal(torch_bwattn.sdpa(query, key, value), expected)
+        torch.cuda.current_stream().wait_stream(side)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            out = torch_bwattn.sdpa(query, key, value)
+        query.normal_()
+        graph.replay()
+        assert torch.equal(out, torch_bwattn.sdpa(query, key, value))
+
+
+def test_a_first_call_in_a_capture_raises(device):
+    query = torch.randn(1, 2, 100, 88, device=device, dtype=FP16)
+    raises = pytest.raises(RuntimeError, match="before the capture")
+    with torch_bwattn.backend("cute"), raises, torch.cuda.graph(torch.cuda.CUDAGraph()):
+        torch_bwattn.sdpa(query, query, query, softcap=3.0)

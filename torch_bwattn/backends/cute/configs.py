@@ -1,0 +1,153 @@
+"""Which config each Hopper kernel runs with: one table, read by the backend, the bench and the cross-compile checks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from ...problem import Problem
+
+
+@dataclass(frozen=True)
+class ForwardConfig:
+    """A config of the forward kernel.
+
+    Attributes:
+        tile_m: Queries of a program; each consumer warp group has 64.
+        tile_n: Keys of a tile.
+        num_stages: Tiles of K, and of V, that the ring holds.
+        ping_pong: Warp groups issue their products in turns.
+        own_o: O has shared memory of its own, so that the next Q need not wait for it.
+        optimistic: Tiles without a mask take their exponentials before they look for a new maximum, mostly in vain.
+        dynamic: Programs take the next tile that none has taken, rather than every so many-th.
+    """
+
+    tile_m: int
+    tile_n: int
+    num_stages: int
+    ping_pong: bool
+    own_o: bool = False
+    optimistic: bool = True
+    dynamic: bool = False
+
+    def __str__(self) -> str:
+        text = f"{self.tile_m}x{self.tile_n}, {self.num_stages} stages"
+        flags = ("ping_pong", "own_o", "optimistic", "dynamic")
+        return text + "".join(f", {name.replace('_', ' ')}" for name in flags if getattr(self, name))
+
+
+@dataclass(frozen=True)
+class ForwardFeatures:
+    """What shapes the forward kernel's code beside its config.
+
+    ``right`` and ``left`` say whether later and earlier keys are limited, ``packed`` how many query heads share a tile.
+    """
+
+    dtype: str
+    head_dim: int
+    value_dim: int
+    right: bool = False
+    left: bool = False
+    softcap: bool = False
+    sink: bool = False
+    packed: int = 1
+
+
+SLAB = 64
+"""Queries of one consumer warp group."""
+
+
+def packed_heads(problem: Problem) -> int:
+    """How many query heads share a tile: the whole group where the queries of one would leave most of a slab empty."""
+    group = problem.heads // problem.kv_heads
+    return group if group > 1 and SLAB % group == 0 and problem.q_len < SLAB else 1
+
+
+def features(problem: Problem) -> ForwardFeatures:
+    """The features of a problem."""
+    return ForwardFeatures(
+        dtype=str(problem.dtype).removeprefix("torch."),
+        head_dim=problem.head_dim,
+        value_dim=problem.value_dim,
+        right=problem.diagonal is not None,
+        left=problem.low_diagonal is not None,
+        softcap=problem.softcap is not None,
+        sink=problem.sink_dtype is not None,
+        packed=packed_heads(problem),
+    )
+
+
+SHORT_KV_LEN = 1024
+"""Up to so many keys, without causality, 128x128 tiles win at width 128: B32 H16 S512 508 against 462 TFLOP/s for
+192x80, B16 S1024 572 against 529, B8 S2048 630 and 630."""
+
+SMS = 132
+"""Of an H200, and programs of a launch there. With more tiles than these a program has several, and where tiles differ
+in their keys it must not be decided beforehand which: B1 H16 S16384 D128 causal 719 TFLOP/s against 581, B2 H16 S8192
+D256 causal 721 against 545, B32 H16 S512 D128 causal 353 against 344."""
+
+# B4 H32 S8192 unless said otherwise, TFLOP/s not causal / causal, bf16, each result checked before it was timed; FA4
+# in the same run in brackets. All with own_o where it is set: +2 to 9 % wherever both fit (B32 H16 S512 D128 496 / 348
+# against 431 / 298). All optimistic: without, the same tiles reach 536 / 508 at 64, 624 / 626 at 128.
+#
+# Tried and left out, at the time without optimistic: clusters of 2 that share their loads of keys, -4 to 0 % (S512
+# +4 %); Q in registers, -2 to +1 %; a quarter or a fifth of the exponentials by a polynomial, -8 to -12 % at 64; the
+# next tile's scores a tile ahead of the softmax, -7 % at 128, -20 % at 64.
+
+_WIDTH_64 = ForwardConfig(192, 128, 2, ping_pong=True, own_o=True)
+"""591 / 549 [523 / 495]. 3 stages 590 / 550, 192x112 580 / 541, no turns 549 / 529, 128x128 486."""
+
+_WIDTH_64_WINDOW = ForwardConfig(128, 128, 3, ping_pong=True, own_o=True)
+"""B4 H16 S16384, window 1023: 388 TFLOP/s [352]; 192x128 367, 192x96 366, 192x112 352."""
+
+_WIDTH_96 = ForwardConfig(192, 112, 2, ping_pong=True, own_o=True)
+"""676 / 682 [606 / 567]. 192x96 without turns, 3 stages, 660, with turns, 2 stages, 647 / 637, 128x128 604 / 614."""
+
+_WIDTH_128_WHOLE = ForwardConfig(192, 80, 3, ping_pong=False, own_o=True)
+"""727 [638], B1 H16 S16384 733 [664], B4 H32/8 S4096 696 [627]. 2 stages 712, 727, 676, 128x128 695, 720, 693."""
+
+_WIDTH_128 = ForwardConfig(128, 128, 2, ping_pong=False, own_o=True)
+"""Causal: 716 [602], B1 H16 S16384 722 [636], B4 H32/8 S4096 669 [562]. 192x80 with turns 713, 733, 640."""
+
+_WIDTH_128_TURNS = ForwardConfig(128, 128, 2, ping_pong=True, own_o=True)
+"""Short: S512 causal 353 against 340 without turns. B4 H16 S16384, window 1023: 568 [467]; without turns 560, 192x64
+504, 128x96 497, 192x80 484."""
+
+_WIDTH_192 = ForwardConfig(128, 128, 2, ping_pong=True)
+"""Values of up to 128: 756 / 712 [704 / 679]. No turns 738 / 711, 128x96 with own_o 708 / 701. With own_o 128x128 takes
+more shared memory than there is."""
+
+_WIDTH_192_VALUES = ForwardConfig(128, 80, 2, ping_pong=False, own_o=True)
+"""Values of 192, B4 H16: 730 / 718 [695 / 681]. 128x96 without own_o 716 / 705, 128x112 without 711 / 707."""
+
+_WIDTH_256 = ForwardConfig(128, 80, 2, ping_pong=False)
+"""B2 H16: 737 / 706 [717 / 686]. With turns 731 / 707. Nothing larger leaves registers or shared memory."""
+
+
+def _base(problem: Problem) -> ForwardConfig:
+    """The config by widths and by what a query sees, for many queries."""
+    width, windowed = max(problem.head_dim, problem.value_dim), problem.low_diagonal is not None
+    # A soft cap takes registers that three groups do not have.
+    two_groups = windowed or problem.softcap is not None
+    if width <= 64:
+        return _WIDTH_64_WINDOW if two_groups else _WIDTH_64
+    if width <= 96 and not two_groups:
+        return _WIDTH_96
+    if width <= 128:
+        if problem.kv_len <= SHORT_KV_LEN or windowed:
+            return _WIDTH_128_TURNS
+        whole = problem.diagonal is None and problem.softcap is None
+        return _WIDTH_128_WHOLE if whole else _WIDTH_128
+    if width <= 192:
+        return _WIDTH_192_VALUES if problem.value_dim > 128 else _WIDTH_192
+    return _WIDTH_256
+
+
+def forward(problem: Problem) -> ForwardConfig:
+    """The forward's config."""
+    config, packed = _base(problem), packed_heads(problem)
+    rows = problem.q_len * packed
+    if rows <= SLAB:
+        config = replace(config, tile_m=SLAB)
+    tiles = -(-rows // config.tile_m) * (problem.heads // packed) * problem.batch
+    differ = problem.diagonal is not None or problem.low_diagonal is not None
+    return replace(config, dynamic=differ and tiles > SMS)
