@@ -1,6 +1,8 @@
-from bench_made_up import made_up_document
+import pytest
+from bench_made_up import made_up_document, row_record
 
 from torch_bwattn.bench import document, limits
+from torch_bwattn.bench.rows import FORWARD, select_rows
 
 
 def test_each_limit_speaks_about_each_of_its_rows():
@@ -49,3 +51,42 @@ def test_wide_heads_and_other_backends_and_cpus_have_no_limits():
     made = made_up_document()
     made["environment"] = {**made["environment"], "device": {"name": "cpu", "capability": None}}
     assert limits.findings(made) == []
+
+
+def hopper_document(ours, fa4, shapes=("*",)):
+    made = {**made_up_document(), "rows": [], "memory": [], "host": []}
+    for row in select_rows(shapes):
+        for provider, tflops in (("bwattn.cute", ours), ("fa4", fa4), ("cudnn", fa4 - 1.0)):
+            made["rows"].append(row_record(row, FORWARD, provider, tflops))
+    return made
+
+
+def test_the_hopper_kernels_are_held_to_the_best_peer_of_each_row_and_to_a_mean():
+    found = limits.findings(hopper_document(660.0, 600.0), "bwattn.cute")
+    assert all(finding.met for finding in found)
+    assert len(found) == 12 + 2 + 1
+    assert found[-1].text == "forward, geometric mean of 12 rows: 1.100 times the best peer, at least 1.05"
+    found = limits.findings(hopper_document(624.0, 600.0), "bwattn.cute")
+    missed = [finding.text for finding in found if finding.met is False]
+    assert missed[0] == "forward B4H32/32S8192D64: 1.040 times fa4, at least 1.08"
+    assert missed[1:] == [
+        "forward B4H32/32S8192D64 causal: 1.040 times fa4, at least 1.08",
+        "forward, geometric mean of 12 rows: 1.040 times the best peer, at least 1.05",
+    ]
+
+
+def test_a_mean_of_some_rows_stays_open():
+    found = limits.findings(hopper_document(660.0, 600.0, ("*D64",)), "bwattn.cute")
+    assert found[-1].met is None
+
+
+@pytest.mark.parametrize(("share", "met"), [(1.2, True), (1.3, False)])
+def test_a_window_is_held_to_its_share_of_the_tiles(share, met):
+    made = hopper_document(660.0, 600.0, ("B1H1/1S4096D128", "B1H1/1S4096D128W511"))
+    ours = [one for one in made["rows"] if one["provider"] == "bwattn.cute" and one["causal"]]
+    causal, window = (next(one for one in ours if one["shape"].endswith(end)) for end in ("D128", "W511"))
+    # 32 tiles of queries: the i-th sees i + 1 tiles of keys, in the window at most 5.
+    window.update(window=511, config="128x128, 2 stages", ms=share * causal["ms"] * (10 + 5 * 28) / 528)
+    found = [finding for finding in limits.findings(made, "bwattn.cute") if "tiles' share" in finding.text]
+    assert [finding.met for finding in found] == [met]
+    assert f"{share:.3f} times its 150 of 528" in found[0].text

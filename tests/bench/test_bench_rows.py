@@ -19,6 +19,18 @@ def test_other_names_raise(text):
         parse_shape(text)
 
 
+def test_a_window_is_a_causal_row_of_its_own():
+    (row,) = select_rows(["B1H2/2S8D4W2"])
+    assert (row.causal, row.window, row.shape) == (True, 2, "B1H2/2S8D4W2")
+    assert row.arguments == {"is_causal": True, "window_size": (2, 0)}
+    assert row.flops(FORWARD) == 4 * 2 * (1 + 2 + 6 * 3) * 4
+    (wide,) = select_rows(["B1H2/2S8D4W99"])
+    assert wide.flops(FORWARD) == 4 * 2 * 8 * 9 / 2 * 4
+    assert select_rows(["B1H2/2S8D4W2"], causal=(False,)) == []
+    with pytest.raises(ValueError, match="window"):
+        Row(1, 2, 2, 8, 4, causal=False, window=2)
+
+
 def test_heads_must_be_a_multiple_of_kv_heads():
     with pytest.raises(ValueError, match="kv_heads: expected a divisor of heads=4, got 3"):
         parse_shape("B1H4/3S8D8")

@@ -91,8 +91,7 @@ class Oracle:
         self._chosen = choose_slices(row, slices, seed)
         query, key, value, grad_out = (self._part(tensor) for tensor in (*inputs.qkv, inputs.grad_out))
         arguments: dict[str, Any] = {
-            "is_causal": row.causal,
-            "enable_gqa": row.gqa,
+            **row.arguments,
             "grad_out": grad_out if backward else None,
             "chunk_bytes": _CHUNK_BYTES["cuda" if query.is_cuda else "cpu"],
         }

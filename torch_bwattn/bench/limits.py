@@ -1,32 +1,62 @@
 """What a measured version of this package is held to, and whether a document meets it.
 
-Ratios are against peers of the same run, on rows with D 64 and 128, with the backend pinned to helion; the figures were
-set for one H200.
+Ratios are against peers of the same run, with the backend pinned; the figures were set for one H200.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from . import document
 from .peers import OURS
-from .rows import BACKWARD, FORWARD
+from .rows import BACKWARD, FORWARD, SHAPES
 
 
 @dataclasses.dataclass(frozen=True)
 class Ratio:
-    """A direction in which ours is to reach ``least`` times the peer's TFLOP/s on each row of these head widths."""
+    """A direction in which ours is to reach ``least`` times the peer's TFLOP/s on each row of these head widths.
+
+    ``peer`` None is the best one of each row, ``head_dims`` None are all.
+    """
 
     direction: str
-    peer: str
+    peer: str | None
     least: float
-    head_dims: tuple[int, ...] = (64, 128)
+    head_dims: tuple[int, ...] | None = (64, 128)
 
 
-RATIOS = (Ratio(FORWARD, "flex", 0.95), Ratio(BACKWARD, "aten_flash", 1.0))
-HOST_US = {"no_grad": 35.0, "grad": 60.0}
+@dataclasses.dataclass(frozen=True)
+class Limits:
+    """What one backend is held to.
+
+    Attributes:
+        ratios: On each row.
+        mean: Least geometric mean of the forward's ratios to the best peer.
+        host_us: Most microseconds of a call of the host suite, by call.
+        window: Most time of a row with a window, as a multiple of the causal row's time and of the share of its tiles
+            that the window leaves.
+    """
+
+    ratios: tuple[Ratio, ...]
+    mean: float | None = None
+    host_us: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    window: float | None = None
+
+
+LIMITS: dict[str, Limits] = {
+    f"{OURS}.helion": Limits(
+        (Ratio(FORWARD, "flex", 0.95), Ratio(BACKWARD, "aten_flash", 1.0)), host_us={"no_grad": 35.0, "grad": 60.0}
+    ),
+    f"{OURS}.cute": Limits(
+        (Ratio(FORWARD, None, 1.0, None), Ratio(FORWARD, None, 1.08, (64,))),
+        mean=1.05,
+        host_us={"no_grad": 20.0},
+        window=1.25,
+    ),
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,16 +70,20 @@ class Finding:
 def findings(loaded: Mapping[str, Any], provider: str = f"{OURS}.helion") -> list[Finding]:
     """All limits that the suites of ``loaded`` speak about, for ``provider``; none for figures of a CPU."""
     found: list[Finding] = []
-    if loaded["environment"]["device"].get("capability") is None:
+    limits = LIMITS.get(provider)
+    if loaded["environment"]["device"].get("capability") is None or limits is None:
         return found
     rows: Sequence[Mapping[str, Any]] = loaded["rows"]
-    for ratio in RATIOS:
-        for record in rows:
-            if record["provider"] != provider or record["direction"] != ratio.direction:
-                continue
-            if record["head_dim"] not in ratio.head_dims:
-                continue
-            found.append(_ratio_finding(ratio, record, rows))
+    ours = [record for record in rows if record["provider"] == provider]
+    for ratio in limits.ratios:
+        for record in ours:
+            widths = ratio.head_dims
+            if record["direction"] == ratio.direction and (widths is None or record["head_dim"] in widths):
+                found.append(_ratio_finding(ratio, record, rows))
+    if limits.mean is not None:
+        found += _mean_finding(limits.mean, [record for record in ours if record["direction"] == FORWARD], rows)
+    if limits.window is not None:
+        found += [_window_finding(limits.window, record, ours) for record in ours if record.get("window") is not None]
     for record in loaded["memory"]:
         if record["provider"] == provider:
             met = record["extra_bytes"] <= record["bound_bytes"] if record["status"] == document.OK else None
@@ -57,7 +91,7 @@ def findings(loaded: Mapping[str, Any], provider: str = f"{OURS}.helion") -> lis
             text = f"memory {record['shape']}: {got} of {record['bound_bytes'] / 2**20:.1f} MiB"
             found.append(Finding(text, met))
     for record in loaded["host"]:
-        limit = HOST_US.get(record["call"])
+        limit = limits.host_us.get(record["call"])
         if limit is not None and record["provider"] == provider:
             met = record["us"] <= limit if record["status"] == document.OK else None
             got = f"{record['us']:.1f}" if met is not None else record["status"]
@@ -65,20 +99,58 @@ def findings(loaded: Mapping[str, Any], provider: str = f"{OURS}.helion") -> lis
     return found
 
 
+def _peer(ours: Mapping[str, Any], rows: Sequence[Mapping[str, Any]], name: str | None) -> Mapping[str, Any] | None:
+    """The measured record of a peer, or of the best one, on the row of ``ours``."""
+    same = ("direction", "shape", "causal", "dtype")
+    measured = [
+        record
+        for record in rows
+        if record["status"] == document.OK
+        and all(record[field] == ours[field] for field in same)
+        and (not record["provider"].startswith(f"{OURS}.") if name is None else record["provider"] == name)
+    ]
+    return max(measured, key=lambda record: record["tflops"], default=None)
+
+
 def _ratio_finding(ratio: Ratio, ours: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> Finding:
     place = f"{ratio.direction} {ours['shape']}{' causal' if ours['causal'] else ''}"
     if ours["status"] != document.OK:
         return Finding(f"{place}: {ours['status']}: {ours['reason']}", False)
-    same = ("direction", "shape", "causal", "dtype")
-    peer = next(
-        (
-            record
-            for record in rows
-            if record["provider"] == ratio.peer and all(record[name] == ours[name] for name in same)
-        ),
-        None,
-    )
-    if peer is None or peer["status"] != document.OK:
-        return Finding(f"{place}: no figure of {ratio.peer}", None)
+    peer = _peer(ours, rows, ratio.peer)
+    if peer is None:
+        return Finding(f"{place}: no figure of {ratio.peer or 'a peer'}", None)
     got = ours["tflops"] / peer["tflops"]
-    return Finding(f"{place}: {got:.3f} times {ratio.peer}, at least {ratio.least}", got >= ratio.least)
+    return Finding(f"{place}: {got:.3f} times {peer['provider']}, at least {ratio.least}", got >= ratio.least)
+
+
+def _mean_finding(
+    least: float, ours: Sequence[Mapping[str, Any]], rows: Sequence[Mapping[str, Any]]
+) -> Iterator[Finding]:
+    """Over the rows of the table."""
+    logarithms = []
+    for record in ours:
+        peer = _peer(record, rows, None)
+        if record["shape"] in SHAPES and record["status"] == document.OK and peer is not None:
+            logarithms.append(math.log(record["tflops"] / peer["tflops"]))
+    if logarithms:
+        mean = math.exp(math.fsum(logarithms) / len(logarithms))
+        text = f"forward, geometric mean of {len(logarithms)} rows: {mean:.3f} times the best peer, at least {least}"
+        yield Finding(text, mean >= least if len(logarithms) == 2 * len(SHAPES) else None)
+
+
+def _window_finding(most: float, record: Mapping[str, Any], ours: Sequence[Mapping[str, Any]]) -> Finding:
+    place = f"forward {record['shape']}"
+    full_shape = record["shape"].removesuffix(f"W{record['window']}")
+    full = next((one for one in ours if one["shape"] == full_shape and one["causal"]), None)
+    if full is None or {record["status"], full["status"]} != {document.OK}:
+        return Finding(f"{place}: not measured, or not its causal row", None)
+    tile_m, tile_n = (int(size) for size in record["config"].split(",")[0].split("x"))
+    length, window = record["length"], record["window"]
+    seen = every = 0
+    for first in range(0, length, tile_m):
+        last = min(first + tile_m, length) - 1
+        every += last // tile_n + 1
+        seen += last // tile_n + 1 - max(first - window, 0) // tile_n
+    got = record["ms"] / (full["ms"] * seen / every)
+    text = f"{place}: {got:.3f} times its {seen} of {every} tiles' share of the causal time, at most {most}"
+    return Finding(text, got <= most)

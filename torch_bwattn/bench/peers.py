@@ -25,8 +25,7 @@ OURS = "bwattn"
 
 def _with_arguments(call: Any, row: Row) -> Attention:
     """``call`` with what ``row`` needs; nothing is wrapped around it otherwise, so that host costs are its own."""
-    arguments = {name: True for name, wanted in (("is_causal", row.causal), ("enable_gqa", row.gqa)) if wanted}
-    bound: Attention = functools.partial(call, **arguments) if arguments else call
+    bound: Attention = functools.partial(call, **row.arguments) if row.arguments else call
     return bound
 
 
@@ -119,7 +118,7 @@ class OpProvider(Provider):
         import torch_bwattn
 
         with contextlib.redirect_stdout(io.StringIO()):
-            explained = torch_bwattn.explain(*inputs.qkv, is_causal=row.causal, enable_gqa=row.gqa)
+            explained = torch_bwattn.explain(*inputs.qkv, **row.arguments)
         chosen = (explained.backward if direction == BACKWARD else explained.forward).chosen
         return None if chosen is None else chosen.verdict.config
 
@@ -140,6 +139,8 @@ class AtenProvider(Provider):
 
     def open(self, row: Row) -> Attention:
         """See `Provider.open`."""
+        if row.window is not None:
+            raise NotImplementedError("F.scaled_dot_product_attention has no windows")
         return _with_arguments(F.scaled_dot_product_attention, row)
 
     def active(self) -> contextlib.AbstractContextManager[object]:
@@ -169,11 +170,14 @@ class Fa4Provider(Provider):
 
     def open(self, row: Row) -> Attention:
         """See `Provider.open`."""
-        flash_attn_func, causal = _flash_attn_func(), row.causal
+        flash_attn_func = _flash_attn_func()
+        arguments: dict[str, Any] = {"causal": row.causal}
+        if row.window is not None:
+            arguments["window_size"] = (row.window, 0)
 
         def attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
             result: Any = flash_attn_func(
-                query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2), causal=causal
+                query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2), **arguments
             )
             out: torch.Tensor = result[0] if isinstance(result, tuple) else result
             return out.transpose(1, 2)
@@ -192,7 +196,7 @@ class FlexProvider(Provider):
     title = "Flex (compiled)"
 
     def __init__(self) -> None:
-        self._masks: dict[tuple[int, str], Any] = {}
+        self._masks: dict[tuple[int, int | None, str], Any] = {}
 
     def open(self, row: Row) -> Attention:
         """See `Provider.open`."""
@@ -200,15 +204,15 @@ class FlexProvider(Provider):
 
         torch.compiler.reset()
         compiled: Any = torch.compile(flex_attention, dynamic=False, fullgraph=True)
-        causal, gqa = row.causal, row.gqa
+        causal, gqa, window = row.causal, row.gqa, row.window
 
         def attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
             mask = None
             if causal:
-                place = (query.shape[2], str(query.device))
+                place = (query.shape[2], window, str(query.device))
                 if place not in self._masks:
                     length = query.shape[2]
-                    self._masks[place] = create_block_mask(_below_diagonal, None, None, length, length, query.device)
+                    self._masks[place] = create_block_mask(_seen(window), None, None, length, length, query.device)
                 mask = self._masks[place]
             out: torch.Tensor = compiled(query, key, value, block_mask=mask, enable_gqa=gqa)
             return out
@@ -223,8 +227,10 @@ class FlexProvider(Provider):
         return functorch_config.patch(donated_buffer=False)
 
 
-def _below_diagonal(_b: Any, _h: Any, i: Any, j: Any) -> Any:
-    return i >= j
+def _seen(window: int | None) -> Callable[..., Any]:
+    if window is None:
+        return lambda _b, _h, i, j: i >= j
+    return lambda _b, _h, i, j: (i >= j) & (j >= i - window)
 
 
 PEERS: dict[str, Callable[[], Provider]] = {
