@@ -129,7 +129,7 @@ class _Forward:
             q, k, v = (
                 t if view is None else t.as_strided(*view) for t, view in zip((q, k, v), self._views, strict=True)
             )
-        sink = None if x.sink is None else x.sink.float()
+        sink = None if x.sink is None else x.sink.float().contiguous()
         counter = torch.zeros(1, dtype=torch.int32, device=q.device) if self._dynamic else None
         scale, softcap, right, left, programs = self._options
         self._launch(q, k, v, out, lse, scale, softcap, sink, right, left, counter, programs)
