@@ -16,12 +16,7 @@ from tests.support.check import check_call
 from tests.support.poison import poison
 from torch_bwattn.testing import Results, judge, oracle, pt_reference
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(
-        "torch.cuda.is_available() and torch.cuda.get_device_capability() != (9, 0)", reason="the kernels are for sm_90"
-    ),
-]
+pytestmark = pytest.mark.gpu
 BF16, FP16 = torch.bfloat16, torch.float16
 NO_GRAD = (False, False, False)
 
@@ -30,7 +25,9 @@ DRAWN_KINDS = ("plain", "causal", "window", "sink", "all")
 
 
 @pytest.fixture(autouse=True)
-def _poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
+def _poisoned(monkeypatch: pytest.MonkeyPatch, device: str) -> None:
+    if torch.cuda.get_device_capability(device) != (9, 0):
+        pytest.skip("the kernels are for sm_90")
     poison(monkeypatch)
 
 

@@ -37,10 +37,6 @@ _UNKNOWN = "unknown"  # told from None, which says: the long way
 _entries: dict[object, _Entry | None] = {}
 
 
-def _plain(tensor: Tensor) -> bool:
-    return type(tensor) in _PLAIN and tensor.layout is torch.strided and not tensor.is_nested
-
-
 def _casts(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, sink: Tensor | None) -> bool:
     """Whether autocast is on for the operands' device and would change one."""
     if not torch.is_autocast_enabled(query.device.type):
@@ -66,7 +62,9 @@ def call(
     sink: Tensor | None,
 ) -> tuple[Tensor, Tensor] | None:
     """``(out, lse)``, or None where the call must go the long way."""
-    if not (_plain(query) and _plain(key) and _plain(value) and (mask is None or _plain(mask))):
+    if not (type(query) in _PLAIN and type(key) in _PLAIN and type(value) in _PLAIN):
+        return None
+    if mask is not None and type(mask) not in _PLAIN:
         return None
     if autograd.watched():
         return None
@@ -74,13 +72,16 @@ def call(
         return None
     pin = pinned()
     window, features = None, None
-    if window_size is not None or softcap is not None or sink is not None:
-        if sink is not None and not _plain(sink):
-            return None
-        window = None if window_size is None else tuple(window_size)
-        features = (window, softcap, primitive.meta(sink))
     options = (dropout_p, is_causal, scale, enable_gqa, causal_alignment)
-    signature = primitive.signature(query, key, value, mask, *options, features, pin)
+    try:
+        if window_size is not None or softcap is not None or sink is not None:
+            if sink is not None and type(sink) not in _PLAIN:
+                return None
+            window = None if window_size is None else tuple(window_size)
+            features = (window, softcap, primitive.meta(sink))
+        signature = primitive.signature(query, key, value, mask, *options, features, pin)
+    except RuntimeError:  # what is sparse, nested or opaque has no strides, or no shape
+        return None
     entry = _entries.get(signature, _UNKNOWN)
     if isinstance(entry, str):
         entry = _enter(query, key, value, mask, *options, window, softcap, sink, pin)

@@ -17,10 +17,9 @@ MOST = 128
 def on_the_host(name, count, *constants):
     """Compiles a function of ``host_kernels`` that fills a tensor; returns a function of its numbers that reads it."""
     loader.load()
+    import host_kernels
     from cutlass import Int32, cute
     from cutlass.cute.runtime import from_dlpack
-
-    from . import host_kernels
 
     out = torch.zeros(MOST, dtype=torch.int32)
     launch = cute.compile(getattr(host_kernels, name), from_dlpack(out), *[Int32(1)] * count, *constants)

@@ -113,38 +113,50 @@ class _Forward:
     def __init__(self, problem: Problem) -> None:
         self.problem = problem
         self._launch: Any = None
-        self._out: tuple[Any, ...] = ()
+        self._out: tuple[Any, ...] | None = None
+        self._lse: Any = None
         self._views: tuple[_View | None, ...] | None = None
         self._options: tuple[Any, ...] = ()
-        self._dynamic = False
+        self._counts = False
+        self._counter: Tensor | None = None
 
     def __call__(self, x: ForwardInputs) -> tuple[Tensor, Tensor]:
         if self._launch is None:
             self._prepare(x)
         q, k, v = x.q, x.k, x.v
-        sizes, strides = self._out
-        out = torch.empty_strided(sizes, strides, dtype=q.dtype, device=q.device)
-        lse = torch.empty(sizes[:3], dtype=torch.float32, device=q.device)
+        # Where it will do, empty_like: of all ways to allocate it costs the host the least.
+        if self._out is None:
+            out = torch.empty_like(q)
+        else:
+            out = torch.empty_strided(*self._out, dtype=q.dtype, device=q.device)
+        lse = torch.empty_like(self._lse, memory_format=torch.contiguous_format)
         if self._views is not None:
             q, k, v = (
                 t if view is None else t.as_strided(*view) for t, view in zip((q, k, v), self._views, strict=True)
             )
         sink = None if x.sink is None else x.sink.float().contiguous()
-        counter = torch.zeros(1, dtype=torch.int32, device=q.device) if self._dynamic else None
         scale, softcap, right, left, programs = self._options
-        self._launch(q, k, v, out, lse, scale, softcap, sink, right, left, counter, programs)
+        counter, counts = self._counter, 0
+        if self._counts:
+            counter, counts = torch.zeros(1, dtype=torch.int32, device=q.device), 1
+        self._launch(q, k, v, out, lse, scale, softcap, sink, right, left, counter, counts, programs)
         return out, lse
 
     def _prepare(self, x: ForwardInputs) -> None:
-        problem, key = self.problem, forward_key(self.problem)
+        problem, key, device = self.problem, forward_key(self.problem), x.q.device
         _refuse_during_capture(key)
         sizes = (problem.batch, problem.heads, problem.q_len, problem.value_dim)
-        self._out = sizes, dense_strides(x.q, sizes)
+        strides = dense_strides(x.q, sizes)
+        self._out = None if (sizes, strides) == (tuple(x.q.shape), x.q.stride()) else (sizes, strides)
+        self._lse = torch.empty(1, dtype=torch.float32, device=device).expand(sizes[:3])  # 4 bytes, for its sizes
         views = tuple(_view_for_tma(tensor) for tensor in (x.q, x.k, x.v))
         self._views = views if any(views) else None
         left = None if problem.low_diagonal is None else -problem.low_diagonal
-        programs = torch.cuda.get_device_properties(x.q.device).multi_processor_count
+        programs = torch.cuda.get_device_properties(device).multi_processor_count
         self._options = (problem.scale, problem.softcap, problem.diagonal, left, programs)
-        self._dynamic = configs.forward(problem).dynamic
+        self._counts = configs.counts_tiles(problem)
+        if problem.diagonal is not None or problem.low_diagonal is not None:
+            # Calls that do not count have to pass one as well.
+            self._counter = torch.zeros(1, dtype=torch.int32, device=device)
         self._launch = compiled(key, forward_build(problem))
         _launched.add(key)

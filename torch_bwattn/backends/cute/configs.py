@@ -18,7 +18,7 @@ class ForwardConfig:
         ping_pong: Warp groups issue their products in turns.
         own_o: O has shared memory of its own, so that the next Q need not wait for it.
         optimistic: Tiles without a mask take their exponentials before they look for a new maximum, mostly in vain.
-        dynamic: Programs take the next tile that none has taken, rather than every so many-th.
+        cluster: CTAs that share the keys and values they load.
     """
 
     tile_m: int
@@ -27,12 +27,13 @@ class ForwardConfig:
     ping_pong: bool
     own_o: bool = False
     optimistic: bool = True
-    dynamic: bool = False
+    cluster: int = 1
 
     def __str__(self) -> str:
         text = f"{self.tile_m}x{self.tile_n}, {self.num_stages} stages"
-        flags = ("ping_pong", "own_o", "optimistic", "dynamic")
-        return text + "".join(f", {name.replace('_', ' ')}" for name in flags if getattr(self, name))
+        flags = ("ping_pong", "own_o", "optimistic")
+        text += "".join(f", {name.replace('_', ' ')}" for name in flags if getattr(self, name))
+        return text + (f", clusters of {self.cluster}" if self.cluster > 1 else "")
 
 
 @dataclass(frozen=True)
@@ -89,9 +90,9 @@ D256 causal 721 against 545, B32 H16 S512 D128 causal 353 against 344."""
 # in the same run in brackets. All with own_o where it is set: +2 to 9 % wherever both fit (B32 H16 S512 D128 496 / 348
 # against 431 / 298). All optimistic: without, the same tiles reach 536 / 508 at 64, 624 / 626 at 128.
 #
-# Tried and left out, at the time without optimistic: clusters of 2 that share their loads of keys, -4 to 0 % (S512
-# +4 %); Q in registers, -2 to +1 %; a quarter or a fifth of the exponentials by a polynomial, -8 to -12 % at 64; the
-# next tile's scores a tile ahead of the softmax, -7 % at 128, -20 % at 64.
+# Tried and left out, at the time without optimistic: Q in registers, -2 to +1 %; a quarter or a fifth of the
+# exponentials by a polynomial, -8 to -12 % at 64; the next tile's scores a tile ahead of the softmax, -7 % at 128,
+# -20 % at 64; and clusters of 2 at lengths and widths other than those below, -4 to 0 %.
 
 _WIDTH_64 = ForwardConfig(192, 128, 2, ping_pong=True, own_o=True)
 """591 / 549 [523 / 495]. 3 stages 590 / 550, 192x112 580 / 541, no turns 549 / 529, 128x128 486."""
@@ -112,6 +113,9 @@ _WIDTH_128_TURNS = ForwardConfig(128, 128, 2, ping_pong=True, own_o=True)
 """Short: S512 causal 353 against 340 without turns. B4 H16 S16384, window 1023: 568 [467]; without turns 560, 192x64
 504, 128x96 497, 192x80 484."""
 
+_WIDTH_128_SHORT = replace(_WIDTH_128_TURNS, cluster=2)
+"""Not causal."""
+
 _WIDTH_192 = ForwardConfig(128, 128, 2, ping_pong=True)
 """Values of up to 128: 756 / 712 [704 / 679]. No turns 738 / 711, 128x96 with own_o 708 / 701. With own_o 128x128 takes
 more shared memory than there is."""
@@ -122,32 +126,44 @@ _WIDTH_192_VALUES = ForwardConfig(128, 80, 2, ping_pong=False, own_o=True)
 _WIDTH_256 = ForwardConfig(128, 80, 2, ping_pong=False)
 """B2 H16: 737 / 706 [717 / 686]. With turns 731 / 707. Nothing larger leaves registers or shared memory."""
 
+_WIDTH_256_WHOLE = replace(_WIDTH_256, cluster=2)
+"""Not causal."""
+
+CLUSTER_ROWS = 256
+"""Up to so many rows of queries there are no clusters: one CTA of a cluster would have little to do or nothing."""
+
 
 def _base(problem: Problem) -> ForwardConfig:
     """The config by widths and by what a query sees, for many queries."""
     width, windowed = max(problem.head_dim, problem.value_dim), problem.low_diagonal is not None
     # A soft cap takes registers that three groups do not have.
     two_groups = windowed or problem.softcap is not None
+    whole = problem.diagonal is None and not windowed
     if width <= 64:
         return _WIDTH_64_WINDOW if two_groups else _WIDTH_64
     if width <= 96 and not two_groups:
         return _WIDTH_96
     if width <= 128:
         if problem.kv_len <= SHORT_KV_LEN or windowed:
-            return _WIDTH_128_TURNS
-        whole = problem.diagonal is None and problem.softcap is None
-        return _WIDTH_128_WHOLE if whole else _WIDTH_128
+            return _WIDTH_128_SHORT if whole else _WIDTH_128_TURNS
+        return _WIDTH_128_WHOLE if whole and problem.softcap is None else _WIDTH_128
     if width <= 192:
         return _WIDTH_192_VALUES if problem.value_dim > 128 else _WIDTH_192
-    return _WIDTH_256
+    return _WIDTH_256_WHOLE if whole else _WIDTH_256
 
 
 def forward(problem: Problem) -> ForwardConfig:
     """The forward's config."""
-    config, packed = _base(problem), packed_heads(problem)
-    rows = problem.q_len * packed
-    if rows <= SLAB:
-        config = replace(config, tile_m=SLAB)
-    tiles = -(-rows // config.tile_m) * (problem.heads // packed) * problem.batch
-    differ = problem.diagonal is not None or problem.low_diagonal is not None
-    return replace(config, dynamic=differ and tiles > SMS)
+    config, rows = _base(problem), problem.q_len * packed_heads(problem)
+    if rows <= CLUSTER_ROWS:
+        config = replace(config, cluster=1)
+    return replace(config, tile_m=SLAB) if rows <= SLAB else config
+
+
+def counts_tiles(problem: Problem) -> bool:
+    """Whether programs take the next tile that none has taken, by a counter, rather than every so many-th."""
+    if problem.diagonal is None and problem.low_diagonal is None:
+        return False
+    packed = packed_heads(problem)
+    tiles = -(-problem.q_len * packed // forward(problem).tile_m) * (problem.heads // packed) * problem.batch
+    return tiles > SMS

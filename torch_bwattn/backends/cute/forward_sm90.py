@@ -98,7 +98,8 @@ class Forward:
         self.tile_m, self.tile_n, self.stages = config.tile_m, config.tile_n, config.num_stages
         self.groups = config.tile_m // SLAB
         self.takes_turns = config.ping_pong and self.groups > 1
-        self.packed = features.packed
+        self.packed, self.cluster = features.packed, config.cluster
+        self.limited = features.right or features.left
         # A matrix instruction takes 16 columns of Q and K at a time, and TMA fills with zeros what a tensor lacks.
         self.width = -(-features.head_dim // 16) * 16
         self.value_width = -(-features.value_dim // 16) * 16
@@ -156,7 +157,8 @@ class Forward:
             vector(Float32, q_heads) if features.sink else None,
             Int32(0) if features.right else None,
             Int32(0) if features.left else None,
-            vector(Int32, 1) if self.config.dynamic else None,
+            vector(Int32, 1) if self.limited else None,
+            Int32(0),
             Int32(132),
             cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True),
         )
@@ -175,21 +177,25 @@ class Forward:
         right: Int32 | None,
         left: Int32 | None,
         counter: cute.Tensor | None,
+        counts: Int32,
         programs: Int32,
         stream: cuda.CUstream,
     ) -> None:
         """Launches the kernel.
 
-        ``[B, H, S, D]`` tensors of any strides, ``lse`` and ``sink`` in fp32; ``programs`` is the number of SMs, and
-        ``counter`` an int32 that is 0, for :func:`.parts.schedule.next_index`.
+        ``[B, H, S, D]`` tensors of any strides, ``lse`` and ``sink`` in fp32; ``programs`` is the number of SMs. Where
+        keys are limited, ``counter`` is an int32, which is 0 and is used if ``counts`` is not 0
+        (:func:`.parts.schedule.next_index`).
         """
         kv_heads, q_len, batch = k.shape[1], q.shape[2], q.shape[0]
         q, o = self.rows_of(q, kv_heads), self.rows_of(o, kv_heads)
         k, v = (cute.make_tensor(t.iterator, cute.select(t.layout, mode=[2, 3, 1, 0])) for t in (k, v))
         q_layout, o_layout, k_layout, v_layout = self.layouts()
         read, write = cpasync.CopyBulkTensorTileG2SOp(), cpasync.CopyBulkTensorTileS2GOp()
+        read_for_all = cpasync.CopyBulkTensorTileG2SMulticastOp() if self.cluster > 1 else read
         moved_q, moved_o = self.moved(read, q, q_layout, self.q_tile), self.moved(write, o, o_layout, self.o_tile)
-        moved_k, moved_v = self.moved(read, k, k_layout, self.k_tile), self.moved(read, v, v_layout, self.v_tile)
+        moved_k = self.moved(read_for_all, k, k_layout, self.k_tile, self.cluster)
+        moved_v = self.moved(read_for_all, v, v_layout, self.v_tile, self.cluster)
         elements = self.groups * self.slab_elements
         own = elements if self.config.own_o else 0
 
@@ -205,7 +211,7 @@ class Forward:
             o: cute.struct.Align[cute.struct.MemRange[self.dtype, own], 1024]
 
         self.storage = Storage
-        m_tiles = cute.ceil_div(q_len * self.packed, self.tile_m)
+        m_tiles = cute.ceil_div(q_len * self.packed, self.tile_m * self.cluster)
         head_bytes = Int64(k.shape[0]) * ((self.features.head_dim + self.features.value_dim) * self.dtype.width // 8)
         order = schedule.make_order(m_tiles, q.shape[2], kv_heads, batch, head_bytes)
         c, cap = scale * LOG2_E, None
@@ -213,10 +219,11 @@ class Forward:
             c, cap = softcap * LOG2_E, 2.0 * c / softcap
         limits = Limits(q_len, k.shape[0], right, left)
         self.kernel(
-            *self.products(), moved_q, moved_o, moved_k, moved_v, lse, c, cap, sink, limits, order, counter
+            *self.products(), moved_q, moved_o, moved_k, moved_v, lse, c, cap, sink, limits, order, counter, counts
         ).launch(
-            grid=(cutlass.min(programs, order.total), 1, 1),
+            grid=(cutlass.min(programs // self.cluster, order.total) * self.cluster, 1, 1),
             block=(WARP_GROUP * (self.groups + 1), 1, 1),
+            cluster=(self.cluster, 1, 1),
             stream=stream,
             min_blocks_per_mp=1,
         )
@@ -230,9 +237,11 @@ class Forward:
         stride = ((to_head, to_row), to_column, to_head * self.packed, to_batch)
         return cute.make_tensor(tensor.iterator, cute.make_layout(shape, stride=stride))
 
-    def moved(self, op: Any, tensor: cute.Tensor, layout: cute.ComposedLayout, tile: tuple[int, int]) -> Moved:
-        """The operand with its TMA descriptor."""
-        return Moved(*cpasync.make_tiled_tma_atom(op, tensor, cute.select(layout, mode=[0, 1]), tile))
+    def moved(
+        self, op: Any, tensor: cute.Tensor, layout: cute.ComposedLayout, tile: tuple[int, int], ctas: int = 1
+    ) -> Moved:
+        """The operand with its TMA descriptor; so many CTAs each load a part of a tile for all of them."""
+        return Moved(*cpasync.make_tiled_tma_atom(op, tensor, cute.select(layout, mode=[0, 1]), tile, ctas))
 
     @cute.kernel
     def kernel(
@@ -250,6 +259,7 @@ class Forward:
         limits: Limits,
         order: schedule.TileOrder,
         counter: cute.Tensor | None,
+        counts: Int32,
     ) -> None:
         warp_index = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         storage = cutlass.utils.SmemAllocator().allocate(self.storage)
@@ -261,23 +271,30 @@ class Forward:
                 cpasync.prefetch_descriptor(moved.atom)
         pipes = Pipes(
             self.pipe(storage.q_barriers, self.groups, 1, self.q_tile),
-            self.pipe(storage.k_barriers, self.stages, self.groups, self.k_tile),
-            self.pipe(storage.v_barriers, self.stages, self.groups, self.v_tile),
+            self.pipe(storage.k_barriers, self.stages, self.groups, self.k_tile, self.cluster),
+            self.pipe(storage.v_barriers, self.stages, self.groups, self.v_tile, self.cluster),
         )
         next_tiles = storage.tiles.get_tensor(cute.make_layout(self.groups))
-        pipeline.pipeline_init_arrive(is_relaxed=True)
-        pipeline.pipeline_init_wait()
+        cluster = (self.cluster, 1) if const_expr(self.cluster > 1) else None
+        pipeline.pipeline_init_arrive(cluster_shape_mn=cluster, is_relaxed=True)
+        pipeline.pipeline_init_wait(cluster_shape_mn=cluster)
         if warp_index < WARP_GROUP // 32:
             cute.arch.setmaxregister_decrease(_REGISTERS[self.groups][0])
             if warp_index == 0:
-                self.produce(q, k, v, storage.q, s_k, s_v, next_tiles, pipes, limits, order, counter)
+                self.produce(q, k, v, storage.q, s_k, s_v, next_tiles, pipes, limits, order, counter, counts)
         else:
             cute.arch.setmaxregister_increase(_REGISTERS[self.groups][1])
             o_memory = storage.o if const_expr(self.config.own_o) else storage.q
             self.consume(qk, pv, storage.q, o_memory, s_k, s_v, next_tiles, pipes, o, lse, c, cap, sink, limits, order)
+        if const_expr(self.cluster > 1):
+            # The other CTA may still write to this one's memory and signal its barriers.
+            cute.arch.cluster_arrive()
+            cute.arch.cluster_wait()
 
-    def pipe(self, barriers: Any, stages: int, groups: int, tile: tuple[int, int]) -> pipeline.PipelineTmaAsync:
-        """A ring of tiles that one warp fills, and the warps of ``groups`` groups free."""
+    def pipe(
+        self, barriers: Any, stages: int, groups: int, tile: tuple[int, int], ctas: int = 1
+    ) -> pipeline.PipelineTmaAsync:
+        """A ring of tiles: one warp of each of ``ctas`` CTAs fills it, the warps of all their groups free it."""
 
         def threads(count: int) -> pipeline.CooperativeGroup:
             return pipeline.CooperativeGroup(pipeline.Agent.Thread, count)
@@ -286,17 +303,25 @@ class Forward:
             barrier_storage=barriers.data_ptr(),
             num_stages=stages,
             producer_group=threads(1),
-            consumer_group=threads(WARP_GROUP // 32 * groups),
+            consumer_group=threads(WARP_GROUP // 32 * groups * ctas),
             tx_count=tile[0] * tile[1] * self.dtype.width // 8,
+            cta_layout_vmnk=cute.make_layout((1, ctas, 1, 1)),
+            mcast_mode_mn=(0, 1),
             defer_sync=True,
         )
 
     # ------------------------------------------------------------------------------------- what both roles agree on
 
     def key_tiles(self, tile: schedule.Tile, limits: Limits) -> keys.KeyTiles:
-        """The keys that a tile of queries needs."""
-        first, (q_len, kv_len, right, left) = tile.m_index * self.tile_m, limits
-        return keys.key_tiles(first, self.tile_m, self.tile_n, q_len, kv_len, right, left, self.packed)
+        """The keys that any CTA of the cluster needs: they load them together."""
+        rows, (q_len, kv_len, right, left) = self.tile_m * self.cluster, limits
+        return keys.key_tiles(tile.m_index * rows, rows, self.tile_n, q_len, kv_len, right, left, self.packed)
+
+    def m_index(self, tile: schedule.Tile) -> Int32:
+        """This CTA's tile of queries; those of a cluster are neighbours."""
+        if self.cluster == 1:
+            return tile.m_index
+        return tile.m_index * self.cluster + cute.arch.block_idx_in_cluster()
 
     def slab(self, memory: Any, group: Int32 | int, layout: cute.ComposedLayout) -> cute.Tensor:
         """A group's part of the memory of Q or O."""
@@ -304,12 +329,13 @@ class Forward:
         return cute.make_tensor(cute.recast_ptr(pointer, layout.inner, self.dtype), layout.outer)
 
     def tma_views(
-        self, moved: Moved, tile: tuple[int, int], shared: cute.Tensor, head: Int32, batch: Int32
+        self, moved: Moved, tile: tuple[int, int], shared: cute.Tensor, head: Int32, batch: Int32, ctas: int = 1
     ) -> tuple[cute.Tensor, cute.Tensor]:
-        """What a copy moves: in shared memory [part, stage], globally [part, tile]."""
+        """What a copy moves, or this CTA's share of it: in shared memory [part, stage], globally [part, tile]."""
         tiles = cute.local_tile(moved.tensor[None, None, head, batch], tile, (None, 0))
+        rank = cute.arch.block_idx_in_cluster() if ctas > 1 else 0
         grouped = cute.group_modes(shared, 0, 2), cute.group_modes(tiles, 0, 2)
-        return cpasync.tma_partition(moved.atom, 0, cute.make_layout(1), *grouped)
+        return cpasync.tma_partition(moved.atom, rank, cute.make_layout(ctas), *grouped)
 
     # ------------------------------------------------------------------------------------------------ the producer
 
@@ -327,6 +353,7 @@ class Forward:
         limits: Limits,
         order: schedule.TileOrder,
         counter: cute.Tensor | None,
+        counts: Int32,
     ) -> None:
         """Loads Q once a tile, and K one tile of keys ahead of V, as the consumers take them.
 
@@ -339,13 +366,13 @@ class Forward:
         kind = pipeline.PipelineUserType.Producer
         q_state = pipeline.make_pipeline_state(kind, self.groups)
         k_state, v_state = (pipeline.make_pipeline_state(kind, self.stages) for _ in range(2))
-        index = cute.arch.block_idx()[0]
+        index = cute.arch.block_idx()[0] // self.cluster
         while index < order.total:
             tile = schedule.tile_at(order, index)
             tiles = self.key_tiles(tile, limits)
             if tiles.count > 0:
-                k_views = self.tma_views(k, self.k_tile, s_k, tile.kv_head, tile.batch)
-                v_views = self.tma_views(v, self.v_tile, s_v, tile.kv_head, tile.batch)
+                k_views = self.tma_views(k, self.k_tile, s_k, tile.kv_head, tile.batch, self.cluster)
+                v_views = self.tma_views(v, self.v_tile, s_v, tile.kv_head, tile.batch, self.cluster)
                 n = keys.visited(tiles, Int32(0), windowed)
                 k_state = self.fetch(k.atom, k_views, n, k_pipe, k_state)
                 for group in cutlass.range_constexpr(self.groups):
@@ -355,7 +382,7 @@ class Forward:
                     q_pipe.producer_acquire(q_state)
                     cute.copy(
                         q.atom,
-                        g_part[None, tile.m_index * self.groups + group],
+                        g_part[None, self.m_index(tile) * self.groups + group],
                         s_part[None, 0],
                         tma_bar_ptr=q_pipe.producer_get_barrier(q_state),
                     )
@@ -368,8 +395,11 @@ class Forward:
                 v_state = self.fetch(v.atom, v_views, n, v_pipe, v_state)
             else:
                 q_state = self.announce_alone(index, next_tiles, q_pipe, q_state)
-            index = schedule.next_index(index, counter)
+            index = schedule.next_index(index, cute.arch.grid_dim()[0] // self.cluster, counter, counts)
         self.announce_alone(index, next_tiles, q_pipe, q_state)
+        if const_expr(self.cluster > 1):
+            k_pipe.producer_tail(k_state)
+            v_pipe.producer_tail(v_state)
 
     @cute.jit
     def announce(
@@ -410,10 +440,11 @@ class Forward:
         pipe: pipeline.PipelineTmaAsync,
         state: pipeline.PipelineState,
     ) -> pipeline.PipelineState:
-        """Loads a tile of keys or values into the next free stage."""
+        """Loads a tile of keys or values, or this CTA's share of it, into the next free stage."""
+        to_all = {"mcast_mask": cutlass.Int16((1 << self.cluster) - 1)} if self.cluster > 1 else {}
         pipe.producer_acquire(state)
         barrier = pipe.producer_get_barrier(state)
-        cute.copy(atom, views[1][None, n], views[0][None, state.index], tma_bar_ptr=barrier)
+        cute.copy(atom, views[1][None, n], views[0][None, state.index], tma_bar_ptr=barrier, **to_all)
         state.advance()
         return state
 
@@ -459,15 +490,16 @@ class Forward:
         while index < order.total:
             tile = schedule.tile_at(order, index)
             tiles = self.key_tiles(tile, limits)
-            first_row = tile.m_index * self.tile_m + group * SLAB
+            first_row = self.m_index(tile) * self.tile_m + group * SLAB
             if tiles.count <= 0:
                 rows.acc_o.fill(0.0)
                 rows.sums.fill(0.0)
                 rows.shifts.fill(-Float32.inf)
             else:
                 n = keys.visited(tiles, Int32(0), windowed)
-                k_state = self.first_keys(operands, rows, c, cap, limits, first_row, n, pipes, k_state)
-                masked = cutlass.max(tiles.masked, 1)
+                masked = tiles.masked
+                k_state = self.first_keys(operands, rows, c, cap, limits, first_row, n, masked > 0, pipes, k_state)
+                masked = cutlass.max(masked, 1)
                 for i in cutlass.range(1, masked, unroll=1):
                     n = keys.visited(tiles, i, windowed)
                     k_state, v_state = self.next_keys(
@@ -509,7 +541,9 @@ class Forward:
     ) -> Int32:
         """The number of a group's next tile, with which its Q has come."""
         q_pipe.consumer_wait(q_state)
-        return cute.arch.make_warp_uniform(next_tiles[q_state.index])
+        index = next_tiles[q_state.index]
+        cute.arch.sync_warp()  # one lane frees the place for all, and only once all have read
+        return cute.arch.make_warp_uniform(index)
 
     def operands(
         self, qk: cute.TiledMma, pv: cute.TiledMma, s_q: cute.Tensor, s_k: cute.Tensor, s_v: cute.Tensor
@@ -545,6 +579,7 @@ class Forward:
         limits: Limits,
         first_row: Int32,
         n: Int32,
+        masked: Boolean,
         pipes: Pipes,
         k_state: pipeline.PipelineState,
     ) -> pipeline.PipelineState:
@@ -556,7 +591,7 @@ class Forward:
         warpgroup.wait_group(0)
         k_pipe.consumer_release(k_state)
         k_state.advance()
-        self.prepare(rows, cap, limits, first_row, n, masked=True)
+        self.prepare(rows, cap, limits, first_row, n, masked)
         softmax.first_step(rows.scores, rows.shifts, rows.sums, c)
         wgmma.to_operand(operands.a_p, rows.acc_s, self.dtype)
         rows.acc_o.fill(0.0)
@@ -585,7 +620,7 @@ class Forward:
         warpgroup.wait_group(1)
         k_pipe.consumer_release(k_state)
         k_state.advance()
-        self.prepare(rows, cap, limits, first_row, n, masked=masked)
+        self.prepare(rows, cap, limits, first_row, n, masked)
         grown = softmax.step(rows.scores, rows.shifts, rows.sums, rows.factors, c, masked)
         warpgroup.wait_group(0)
         v_pipe.consumer_release(v_state)
@@ -689,12 +724,12 @@ class Forward:
 
     @cute.jit
     def prepare(
-        self, rows: Rows, cap: Float32 | None, limits: Limits, first_row: Int32, n: Int32, *, masked: cutlass.Constexpr
+        self, rows: Rows, cap: Float32 | None, limits: Limits, first_row: Int32, n: Int32, masked: Boolean | bool
     ) -> None:
         """What happens to scores before the softmax: the cap, then the mask."""
         if const_expr(cap is not None):
             softmax.cap_scores(rows.scores, cap)
-        if const_expr(masked):
+        if masked:
             first_key = n * self.tile_n
             keys.hide_keys(
                 rows.scores, rows.coords, first_row, first_key, limits.kv_len, limits.right, limits.left, self.packed
@@ -743,7 +778,7 @@ class Forward:
         cute.arch.barrier(**barrier)
         if cute.arch.make_warp_uniform(thread // 32) == 0:
             s_part, g_part = self.tma_views(o, self.o_tile, s_o, tile.head, tile.batch)
-            cute.copy(o.atom, s_part[None, 0], g_part[None, tile.m_index * self.groups + group])
+            cute.copy(o.atom, s_part[None, 0], g_part[None, self.m_index(tile) * self.groups + group])
             cute.arch.cp_async_bulk_commit_group()
             if const_expr(not self.config.own_o):
                 cute.arch.cp_async_bulk_wait_group(0, read=True)

@@ -73,15 +73,17 @@ def tile_at(order: TileOrder, index: Int32) -> Tile:
 
 
 @cute.jit
-def next_index(index: Int32, counter: cute.Tensor | None) -> Int32:
-    """The number of a program's next tile, for a whole warp: a fixed step on, or the first that no program has taken.
+def next_index(index: Int32, programs: Int32, counter: cute.Tensor | None, counts: Int32) -> Int32:
+    """The number of a program's next tile, for a whole warp: ``programs`` on, or the first that no program has taken.
 
-    ``counter`` is 0 before the kernel runs; programs take their first tile by their own number.
+    The latter if ``counts`` is not 0. ``counter`` is 0 before the kernel runs; programs take their first tile by their
+    own number.
     """
-    programs = cute.arch.grid_dim()[0]
-    if const_expr(counter is None):
-        return index + programs
-    taken = Int32(0)
-    if cute.arch.lane_idx() == 0:
-        taken = cute.arch.atomic_add(counter.iterator, Int32(1), sem="relaxed", scope="gpu")
-    return programs + cute.arch.shuffle_sync(taken, 0)
+    following = index + programs
+    if const_expr(counter is not None):  # noqa: SIM102 (joined, the two would be one that is decided when run)
+        if counts != 0:
+            taken = Int32(0)
+            if cute.arch.lane_idx() == 0:
+                taken = cute.arch.atomic_add(counter.iterator, Int32(1), sem="relaxed", scope="gpu")
+            following = programs + cute.arch.shuffle_sync(taken, 0)
+    return following
