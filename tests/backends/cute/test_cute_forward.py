@@ -13,19 +13,34 @@ from torch_bwattn.backends.cute.backend import CuteBackend, forward_build, forwa
 from torch_bwattn.problem import Problem
 
 needs_cute = pytest.mark.skipif(loader.why_missing() is not None, reason=str(loader.why_missing()))
-WIDTHS = [(64, 64), (96, 96), (128, 128), (192, 128), (192, 192), (256, 256), (8, 8), (72, 72), (64, 128), (256, 64)]
 KINDS = {
     "plain": {},
     "causal": {"diagonal": 0},
-    "window": {"diagonal": 0, "low_diagonal": -1023},
     "sink": {"diagonal": 0, "low_diagonal": -127, "sink_dtype": torch.float32},
     "softcap": {"diagonal": 0, "low_diagonal": -127, "softcap": 30.0, "sink_dtype": torch.float32},
 }
+# Every config, and each feature at several widths: (widths, lengths of queries and of keys).
+LONG, SHORT, FEW = (4096, 4096), (512, 512), (7, 4096)
+CASES = {
+    "plain": [*(((width, width), LONG) for width in (64, 96, 128, 192, 256)), ((192, 128), LONG), ((128, 128), SHORT)],
+    "causal": [
+        *(((width, width), LONG) for width in (8, 64, 128, 256)),
+        ((128, 128), SHORT),
+        *((widths, FEW) for widths in ((64, 64), (128, 128), (192, 128), (256, 256))),
+    ],
+    "sink": [((width, width), LONG) for width in (64, 128, 192)],
+    "softcap": [
+        *((widths, LONG) for widths in ((64, 64), (72, 96), (128, 64), (192, 128), (256, 256))),
+        *(((width, width), FEW) for width in (64, 256)),
+    ],
+}
 
 
-def problem(width: int = 128, value_width: int = 128, q_len: int = 4096, **others: object) -> Problem:
-    sizes = {"batch": 2, "heads": 8, "kv_heads": 2, "q_len": q_len, "kv_len": 4096}
-    others = {"dtype": torch.bfloat16, "head_dim": width, "value_dim": value_width, "scale": 0.1, **others}
+def problem(
+    widths: tuple[int, int] = (128, 128), lengths: tuple[int, int] = LONG, heads: int = 8, **others: object
+) -> Problem:
+    sizes = {"batch": 2, "heads": heads, "kv_heads": 2, "q_len": lengths[0], "kv_len": lengths[1]}
+    others = {"dtype": torch.bfloat16, "head_dim": widths[0], "value_dim": widths[1], "scale": 0.1, **others}
     return Problem("sm_90a", **sizes, **others)
 
 
@@ -35,18 +50,24 @@ def test_configs_compile_clean(kind, capsys):
     from torch_bwattn.backends.cute import report
 
     reports = []
-    for width, value_width in WIDTHS:
-        for q_len in (4096, 7):
-            if q_len == 7 and kind not in ("causal", "softcap"):
-                continue
-            described = problem(width, value_width, q_len, **KINDS[kind])
-            (found,) = report.compile_report(forward_key(described), forward_build(described))
-            reports.append(found)
-            # Six products in the code: the first tile's scores, two in each of the two loops, the last tile's output.
-            assert found.counts["ARRIVE"] == 6, found
-            assert not found.faults, found
+    for widths, lengths in CASES[kind]:
+        described = problem(widths, lengths, **KINDS[kind])
+        (found,) = report.compile_report(forward_key(described), forward_build(described))
+        reports.append(found)
+        # Six products in the code: the first tile's scores, two in each of the two loops, the last tile's output.
+        assert found.counts["ARRIVE"] == 6, found
+        assert not found.faults, found
     with capsys.disabled():
         sys.stdout.write(f"\n{kind}\n{report.table(reports)}\n")
+
+
+def test_every_config_is_among_those():
+    wanted = {name for name, value in vars(configs).items() if isinstance(value, configs.ForwardConfig)}
+    used = {
+        configs.forward(problem(widths, lengths, **KINDS[kind])) for kind in CASES for widths, lengths in CASES[kind]
+    }
+    missing = {name for name in wanted if getattr(configs, name) not in used}
+    assert not missing
 
 
 @pytest.mark.parametrize(
@@ -76,7 +97,19 @@ def test_refuses_other_targets():
 
 
 def test_groups_share_a_tile_where_queries_are_few():
-    assert configs.packed_heads(problem(q_len=7)) == 4
-    assert configs.packed_heads(problem(q_len=64)) == 1
-    assert configs.forward(problem(q_len=7)).tile_m == 64
-    assert configs.forward(problem(q_len=40)).tile_m == 128
+    for rows, packed, tile_m in ((7, 4, 64), (40, 4, 128), (64, 1, 64), (65, 1, 128)):
+        few = problem(lengths=(rows, 4096), diagonal=0)
+        assert configs.packed_heads(few) == packed
+        assert configs.forward(few).tile_m == tile_m
+
+
+def test_clusters_only_where_both_have_queries():
+    for rows, cluster in ((256, 1), (257, 2)):
+        assert configs.forward(problem((256, 256), (rows, 4096))).cluster == cluster
+
+
+def test_tiles_are_counted_where_they_differ_and_programs_have_several():
+    assert not configs.counts_tiles(problem())
+    assert configs.counts_tiles(problem(diagonal=0))
+    assert configs.counts_tiles(problem(low_diagonal=-5))
+    assert not configs.counts_tiles(problem(lengths=(128, 4096), diagonal=0))
