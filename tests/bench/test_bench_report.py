@@ -9,6 +9,13 @@ from torch_bwattn.cli import main
 README = f"# Title\n\nText.\n\n{report.BEGIN}\nold\n{report.END}\n\nMore.\n"
 
 
+def test_windows_are_explained_where_there_are_some():
+    made = made_up_document()
+    assert "window" not in report.render([made])
+    made["rows"][0]["window"] = 5
+    assert "W at the end of a name is a window" in report.render([made])
+
+
 def test_tables_of_a_made_up_document():
     lines = report.render([made_up_document()]).splitlines()
     assert lines[0].startswith("NVIDIA Invented, 2031-05-06, driver 580.1, torch 2.11.0, triton 3.6.0, helion 1.5.1.")

@@ -89,6 +89,8 @@ def _introduction(loaded: Mapping[str, Any]) -> str:
             "the accuracy rule before it was timed; all implementations of a row are timed in turns, and the median is "
             "shown. TFLOP/s counts 4 B H S S D forward, half of it when causal, 2.5 times that backward."
         )
+    if any(record.get("window") is not None for record in loaded["rows"]):
+        text += " W at the end of a name is a window: so many keys before the query are seen, and only those count."
     return text
 
 

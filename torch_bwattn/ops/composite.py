@@ -6,7 +6,7 @@ subclasses) sees only views, the seed's draw and the primitive.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -39,28 +39,21 @@ def autocast_sink(sink: Tensor | None) -> Tensor | None:
     return autocast(sink)[0]
 
 
-def sdpa_with_lse(
+def _decomposed(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    attn_mask: Tensor | None = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    *,
-    scale: float | None = None,
-    enable_gqa: bool = False,
-    causal_alignment: str = "top_left",
-    window_size: Sequence[int] | None = None,
-    softcap: float | None = None,
-    sink: Tensor | None = None,
+    attn_mask: Tensor | None,
+    dropout_p: float,
+    is_causal: bool,
+    scale: float | None,
+    enable_gqa: bool,
+    causal_alignment: str,
+    window_size: Sequence[int] | None,
+    softcap: float | None,
+    sink: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
-    """``bwattn::sdpa_with_lse``: ``(out, lse)``; see :func:`torch_bwattn.sdpa` for the arguments."""
-    done = eager.call(
-        query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, causal_alignment,
-        window_size, softcap, sink,
-    )  # fmt: skip
-    if done is not None:
-        return done
+    """``(out, lse)`` by the primitive operator."""
     q, k, v, mask = autocast(query, key, value, attn_mask)
     sink = autocast_sink(sink)
     call = normalize(
@@ -75,11 +68,40 @@ def sdpa_with_lse(
     return call.restore(out), call.restore(lse)
 
 
-def sdpa(*args: Any, **kwargs: Any) -> Tensor:
-    """``bwattn::sdpa``: the output alone."""
-    return sdpa_with_lse(*args, **kwargs)[0]
+def _implementation(with_lse: bool) -> Callable[..., Any]:
+    """Of ``bwattn::sdpa_with_lse``, or of ``bwattn::sdpa``, which returns the output alone.
+
+    Each is one function without another around it, for the host's time. See :func:`torch_bwattn.sdpa` for the
+    arguments.
+    """
+
+    def implementation(
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attn_mask: Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        *,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+        causal_alignment: str = "top_left",
+        window_size: Sequence[int] | None = None,
+        softcap: float | None = None,
+        sink: Tensor | None = None,
+    ) -> Any:
+        arguments = (
+            query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, causal_alignment,
+            window_size, softcap, sink,
+        )  # fmt: skip
+        result = eager.call(*arguments)
+        if result is None:
+            result = _decomposed(*arguments)
+        return result if with_lse else result[0]
+
+    return implementation
 
 
-for _name, _function in (("sdpa", sdpa), ("sdpa_with_lse", sdpa_with_lse)):
+for _name, _function in (("sdpa", _implementation(False)), ("sdpa_with_lse", _implementation(True))):
     library.impl(_name, _function, "CompositeImplicitAutograd")
     library.impl(_name, _function, "FuncTorchBatched")  # vmap's fallback would loop over samples instead of decomposing

@@ -105,7 +105,7 @@ def test_groups_share_a_tile_where_queries_are_few():
 
 def test_clusters_only_where_both_have_queries():
     for rows, cluster in ((256, 1), (257, 2)):
-        assert configs.forward(problem((256, 256), (rows, 4096))).cluster == cluster
+        assert configs.forward(problem(lengths=(rows, 512))).cluster == cluster
 
 
 def test_tiles_are_counted_where_they_differ_and_programs_have_several():

@@ -114,11 +114,11 @@ class _Forward:
         self.problem = problem
         self._launch: Any = None
         self._out: tuple[Any, ...] | None = None
-        self._lse: Any = None
+        self._lse: tuple[int, ...] = ()
         self._views: tuple[_View | None, ...] | None = None
         self._options: tuple[Any, ...] = ()
-        self._counts = False
-        self._counter: Tensor | None = None
+        self._counts = 0
+        self._counter: Any = None
 
     def __call__(self, x: ForwardInputs) -> tuple[Tensor, Tensor]:
         if self._launch is None:
@@ -129,17 +129,15 @@ class _Forward:
             out = torch.empty_like(q)
         else:
             out = torch.empty_strided(*self._out, dtype=q.dtype, device=q.device)
-        lse = torch.empty_like(self._lse, memory_format=torch.contiguous_format)
+        lse = torch.empty(self._lse, dtype=torch.float32, device=q.device)
         if self._views is not None:
             q, k, v = (
                 t if view is None else t.as_strided(*view) for t, view in zip((q, k, v), self._views, strict=True)
             )
         sink = None if x.sink is None else x.sink.float().contiguous()
         scale, softcap, right, left, programs = self._options
-        counter, counts = self._counter, 0
-        if self._counts:
-            counter, counts = torch.zeros(1, dtype=torch.int32, device=q.device), 1
-        self._launch(q, k, v, out, lse, scale, softcap, sink, right, left, counter, counts, programs)
+        counter = None if self._counter is None else self._counter(1, dtype=torch.int32, device=q.device)
+        self._launch(q, k, v, out, lse, scale, softcap, sink, right, left, counter, self._counts, programs)
         return out, lse
 
     def _prepare(self, x: ForwardInputs) -> None:
@@ -148,15 +146,16 @@ class _Forward:
         sizes = (problem.batch, problem.heads, problem.q_len, problem.value_dim)
         strides = dense_strides(x.q, sizes)
         self._out = None if (sizes, strides) == (tuple(x.q.shape), x.q.stride()) else (sizes, strides)
-        self._lse = torch.empty(1, dtype=torch.float32, device=device).expand(sizes[:3])  # 4 bytes, for its sizes
+        self._lse = sizes[:3]
         views = tuple(_view_for_tma(tensor) for tensor in (x.q, x.k, x.v))
         self._views = views if any(views) else None
         left = None if problem.low_diagonal is None else -problem.low_diagonal
         programs = torch.cuda.get_device_properties(device).multi_processor_count
         self._options = (problem.scale, problem.softcap, problem.diagonal, left, programs)
-        self._counts = configs.counts_tiles(problem)
+        self._counts = int(configs.counts_tiles(problem))
         if problem.diagonal is not None or problem.low_diagonal is not None:
-            # Calls that do not count have to pass one as well.
-            self._counter = torch.zeros(1, dtype=torch.int32, device=device)
+            # Of each call's own, for nothing else keeps calls in different streams and graphs apart. The kernel takes
+            # one also where it does not count.
+            self._counter = torch.zeros if self._counts else torch.empty
         self._launch = compiled(key, forward_build(problem))
         _launched.add(key)

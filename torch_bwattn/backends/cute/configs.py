@@ -92,7 +92,7 @@ D256 causal 721 against 545, B32 H16 S512 D128 causal 353 against 344."""
 #
 # Tried and left out, at the time without optimistic: Q in registers, -2 to +1 %; a quarter or a fifth of the
 # exponentials by a polynomial, -8 to -12 % at 64; the next tile's scores a tile ahead of the softmax, -7 % at 128,
-# -20 % at 64; and clusters of 2 at lengths and widths other than those below, -4 to 0 %.
+# -20 % at 64. Clusters of 2 are for short keys only: else -4 to 0 % (B4 H32 S8192 D128 720 against 736, D64 558, 584).
 
 _WIDTH_64 = ForwardConfig(192, 128, 2, ping_pong=True, own_o=True)
 """591 / 549 [523 / 495]. 3 stages 590 / 550, 192x112 580 / 541, no turns 549 / 529, 128x128 486."""
@@ -114,7 +114,7 @@ _WIDTH_128_TURNS = ForwardConfig(128, 128, 2, ping_pong=True, own_o=True)
 504, 128x96 497, 192x80 484."""
 
 _WIDTH_128_SHORT = replace(_WIDTH_128_TURNS, cluster=2)
-"""Not causal."""
+"""Not causal: B32 H16 S512 515 against 494 without clusters, B16 S1024 582 against 568."""
 
 _WIDTH_192 = ForwardConfig(128, 128, 2, ping_pong=True)
 """Values of up to 128: 756 / 712 [704 / 679]. No turns 738 / 711, 128x96 with own_o 708 / 701. With own_o 128x128 takes
@@ -124,10 +124,8 @@ _WIDTH_192_VALUES = ForwardConfig(128, 80, 2, ping_pong=False, own_o=True)
 """Values of 192, B4 H16: 730 / 718 [695 / 681]. 128x96 without own_o 716 / 705, 128x112 without 711 / 707."""
 
 _WIDTH_256 = ForwardConfig(128, 80, 2, ping_pong=False)
-"""B2 H16: 737 / 706 [717 / 686]. With turns 731 / 707. Nothing larger leaves registers or shared memory."""
-
-_WIDTH_256_WHOLE = replace(_WIDTH_256, cluster=2)
-"""Not causal."""
+"""B2 H16: 737 / 706 [717 / 686]. With turns 731 / 707, clusters of 2 761 against 770 in another run. Nothing larger
+leaves registers or shared memory."""
 
 CLUSTER_ROWS = 256
 """Up to so many rows of queries there are no clusters: one CTA of a cluster would have little to do or nothing."""
@@ -149,7 +147,7 @@ def _base(problem: Problem) -> ForwardConfig:
         return _WIDTH_128_WHOLE if whole and problem.softcap is None else _WIDTH_128
     if width <= 192:
         return _WIDTH_192_VALUES if problem.value_dim > 128 else _WIDTH_192
-    return _WIDTH_256_WHOLE if whole else _WIDTH_256
+    return _WIDTH_256
 
 
 def forward(problem: Problem) -> ForwardConfig:

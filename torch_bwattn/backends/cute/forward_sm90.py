@@ -541,9 +541,10 @@ class Forward:
     ) -> Int32:
         """The number of a group's next tile, with which its Q has come."""
         q_pipe.consumer_wait(q_state)
-        index = next_tiles[q_state.index]
-        cute.arch.sync_warp()  # one lane frees the place for all, and only once all have read
-        return cute.arch.make_warp_uniform(index)
+        index = Int32(0)
+        if cute.arch.lane_idx() == 0:  # the lane that frees the place
+            index = next_tiles[q_state.index]
+        return cute.arch.shuffle_sync(index, 0)
 
     def operands(
         self, qk: cute.TiledMma, pv: cute.TiledMma, s_q: cute.Tensor, s_k: cute.Tensor, s_v: cute.Tensor
