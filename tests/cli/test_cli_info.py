@@ -44,7 +44,7 @@ def test_devices_are_listed_with_their_targets(monkeypatch):
     monkeypatch.setattr(environment, "devices", lambda: [dict(device)])
     text = info.render(info.collect())
     assert "  cuda:0  NVIDIA H200, capability 9.0 (sm_90a), 141 GiB, 132 multiprocessors" in text
-    assert "  sm_90a               helion, aten, reference" in text
+    assert "  sm_90a               cute, helion, aten, reference" in text
 
 
 def test_a_broken_driver_is_a_finding(monkeypatch):

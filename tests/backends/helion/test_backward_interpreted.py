@@ -252,7 +252,7 @@ def check(features: Features, call: Call, tensors: Tensors | None = None, **rest
 
 
 @pytest.mark.parametrize("features", FEATURES, ids=str)
-@example_settings(max_examples=share(0.12))
+@example_settings(max_examples=share(0.13))
 @given(data=st.data())
 def test_drawn_problems(features, data):
     check(features, data.draw(problems(features)))
