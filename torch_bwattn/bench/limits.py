@@ -12,6 +12,7 @@ from typing import Any
 
 from . import document
 from .peers import OURS
+from .report import best_peer, same_row
 from .rows import BACKWARD, FORWARD, SHAPES
 
 
@@ -101,15 +102,8 @@ def findings(loaded: Mapping[str, Any], provider: str = f"{OURS}.helion") -> lis
 
 def _peer(ours: Mapping[str, Any], rows: Sequence[Mapping[str, Any]], name: str | None) -> Mapping[str, Any] | None:
     """The measured record of a peer, or of the best one, on the row of ``ours``."""
-    same = ("direction", "shape", "causal", "dtype")
-    measured = [
-        record
-        for record in rows
-        if record["status"] == document.OK
-        and all(record[field] == ours[field] for field in same)
-        and (not record["provider"].startswith(f"{OURS}.") if name is None else record["provider"] == name)
-    ]
-    return max(measured, key=lambda record: record["tflops"], default=None)
+    group = same_row(rows, ours)
+    return best_peer(group if name is None else (record for record in group if record["provider"] == name))
 
 
 def _ratio_finding(ratio: Ratio, ours: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> Finding:

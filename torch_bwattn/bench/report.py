@@ -118,6 +118,12 @@ def _row_order(record: Mapping[str, Any]) -> tuple[int, str, bool]:
     return place, shape, record["causal"]
 
 
+def same_row(records: Iterable[Mapping[str, Any]], record: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """Those of ``records`` that are of the row and direction of ``record``."""
+    fields = ("direction", "shape", "causal", "dtype")
+    return [other for other in records if all(other[field] == record[field] for field in fields)]
+
+
 def best_peer(records: Iterable[Mapping[str, Any]]) -> Mapping[str, Any] | None:
     """Of the records of one row and direction, the fastest that is not this package's."""
     peers = [record for record in records if record["status"] == document.OK and not _is_ours(record["provider"])]
@@ -150,8 +156,7 @@ def ratios(records: Sequence[Mapping[str, Any]], provider: str) -> str:
     for record in sorted(records, key=lambda one: (DIRECTIONS.index(one["direction"]), _row_order(one))):
         if record["provider"] != provider or record["status"] != document.OK:
             continue
-        same = ("direction", "shape", "causal", "dtype")
-        group = [other for other in records if all(other[name] == record[name] for name in same)]
+        group = same_row(records, record)
         by_name = {other["provider"]: other for other in group if other["status"] == document.OK}
         cells = [record["direction"], record["shape"], "yes" if record["causal"] else "no"]
         cells.append(_share(record, best_peer(group)))

@@ -153,7 +153,7 @@ class _Forward:
         programs = torch.cuda.get_device_properties(device).multi_processor_count
         self._options = (problem.scale, problem.softcap, problem.diagonal, left, programs)
         self._counts = int(configs.counts_tiles(problem))
-        if problem.diagonal is not None or problem.low_diagonal is not None:
+        if configs.features(problem).limited:
             # Of each call's own, for nothing else keeps calls in different streams and graphs apart. The kernel takes
             # one also where it does not count.
             self._counter = torch.zeros if self._counts else torch.empty

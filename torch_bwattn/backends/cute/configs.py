@@ -17,7 +17,6 @@ class ForwardConfig:
         num_stages: Tiles of K, and of V, that the ring holds.
         ping_pong: Warp groups issue their products in turns.
         own_o: O has shared memory of its own, so that the next Q need not wait for it.
-        optimistic: Tiles without a mask take their exponentials before they look for a new maximum, mostly in vain.
         cluster: CTAs that share the keys and values they load.
     """
 
@@ -26,12 +25,11 @@ class ForwardConfig:
     num_stages: int
     ping_pong: bool
     own_o: bool = False
-    optimistic: bool = True
     cluster: int = 1
 
     def __str__(self) -> str:
         text = f"{self.tile_m}x{self.tile_n}, {self.num_stages} stages"
-        flags = ("ping_pong", "own_o", "optimistic")
+        flags = ("ping_pong", "own_o")
         text += "".join(f", {name.replace('_', ' ')}" for name in flags if getattr(self, name))
         return text + (f", clusters of {self.cluster}" if self.cluster > 1 else "")
 
@@ -51,6 +49,11 @@ class ForwardFeatures:
     softcap: bool = False
     sink: bool = False
     packed: int = 1
+
+    @property
+    def limited(self) -> bool:
+        """Whether positions hide keys, so that tiles of queries differ in theirs."""
+        return self.right or self.left
 
 
 SLAB = 64
@@ -88,9 +91,10 @@ D256 causal 721 against 545, B32 H16 S512 D128 causal 353 against 344."""
 
 # B4 H32 S8192 unless said otherwise, TFLOP/s not causal / causal, bf16, each result checked before it was timed; FA4
 # in the same run in brackets. All with own_o where it is set: +2 to 9 % wherever both fit (B32 H16 S512 D128 496 / 348
-# against 431 / 298). All optimistic: without, the same tiles reach 536 / 508 at 64, 624 / 626 at 128.
+# against 431 / 298).
 #
-# Tried and left out, at the time without optimistic: Q in registers, -2 to +1 %; a quarter or a fifth of the
+# Tried and left out: looking for the maximum before the exponentials also where there is no mask, 536 / 508 at 64,
+# 624 / 626 at 128; and with that, Q in registers, -2 to +1 %; a quarter or a fifth of the
 # exponentials by a polynomial, -8 to -12 % at 64; the next tile's scores a tile ahead of the softmax, -7 % at 128,
 # -20 % at 64. Clusters of 2 are for short keys only: else -4 to 0 % (B4 H32 S8192 D128 720 against 736, D64 558, 584).
 
@@ -160,8 +164,6 @@ def forward(problem: Problem) -> ForwardConfig:
 
 def counts_tiles(problem: Problem) -> bool:
     """Whether programs take the next tile that none has taken, by a counter, rather than every so many-th."""
-    if problem.diagonal is None and problem.low_diagonal is None:
-        return False
     packed = packed_heads(problem)
     tiles = -(-problem.q_len * packed // forward(problem).tile_m) * (problem.heads // packed) * problem.batch
-    return tiles > SMS
+    return features(problem).limited and tiles > SMS

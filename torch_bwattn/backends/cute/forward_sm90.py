@@ -99,7 +99,6 @@ class Forward:
         self.groups = config.tile_m // SLAB
         self.takes_turns = config.ping_pong and self.groups > 1
         self.packed, self.cluster = features.packed, config.cluster
-        self.limited = features.right or features.left
         # A matrix instruction takes 16 columns of Q and K at a time, and TMA fills with zeros what a tensor lacks.
         self.width = -(-features.head_dim // 16) * 16
         self.value_width = -(-features.value_dim // 16) * 16
@@ -157,7 +156,7 @@ class Forward:
             vector(Float32, q_heads) if features.sink else None,
             Int32(0) if features.right else None,
             Int32(0) if features.left else None,
-            vector(Int32, 1) if self.limited else None,
+            vector(Int32, 1) if features.limited else None,
             Int32(0),
             Int32(132),
             cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True),
@@ -503,17 +502,12 @@ class Forward:
                 for i in cutlass.range(1, masked, unroll=1):
                     n = keys.visited(tiles, i, windowed)
                     k_state, v_state = self.next_keys(
-                        operands, rows, c, cap, limits, first_row, n, pipes, k_state, v_state, group, masked=True
+                        operands, rows, c, cap, limits, first_row, n, pipes, k_state, v_state, group
                     )
                 for _ in cutlass.range(tiles.count - masked, unroll=1):
-                    if const_expr(self.config.optimistic):
-                        k_state, v_state = self.whole_keys(
-                            operands, rows, c, cap, s_q, s_k, thread, pipes, k_state, v_state, group
-                        )
-                    else:
-                        k_state, v_state = self.next_keys(
-                            operands, rows, c, cap, limits, first_row, n, pipes, k_state, v_state, group, masked=False
-                        )
+                    k_state, v_state = self.whole_keys(
+                        operands, rows, c, cap, s_q, s_k, thread, pipes, k_state, v_state, group
+                    )
                 if const_expr(self.config.own_o):
                     q_pipe.consumer_release(q_state)
                 v_state = self.last_values(operands, rows, pipes, v_state)
@@ -612,17 +606,15 @@ class Forward:
         k_state: pipeline.PipelineState,
         v_state: pipeline.PipelineState,
         group: Int32,
-        *,
-        masked: cutlass.Constexpr,
     ) -> tuple[pipeline.PipelineState, pipeline.PipelineState]:
-        """A further tile of keys: its scores, and the previous tile's share of O while they become P."""
+        """A further tile of keys, masked: its scores, and the previous tile's share of O while they become P."""
         _, k_pipe, v_pipe = pipes
         self.issue_both(operands, rows, pipes, k_state, v_state, group)
         warpgroup.wait_group(1)
         k_pipe.consumer_release(k_state)
         k_state.advance()
-        self.prepare(rows, cap, limits, first_row, n, masked)
-        grown = softmax.step(rows.scores, rows.shifts, rows.sums, rows.factors, c, masked)
+        self.prepare(rows, cap, limits, first_row, n, True)
+        grown = softmax.step(rows.scores, rows.shifts, rows.sums, rows.factors, c)
         warpgroup.wait_group(0)
         v_pipe.consumer_release(v_state)
         v_state.advance()
@@ -687,7 +679,7 @@ class Forward:
                 self.scores_again(rows, s_q, s_k[None, None, k_state.index], thread)
                 if const_expr(cap is not None):
                     softmax.cap_scores(rows.scores, cap)
-                softmax.step(rows.scores, rows.shifts, rows.sums, rows.factors, c, True)
+                softmax.step(rows.scores, rows.shifts, rows.sums, rows.factors, c)
                 parts.fill(0.0)
             else:
                 softmax.settle(rows.scores, rows.shifts, rows.sums, parts, rows.factors)

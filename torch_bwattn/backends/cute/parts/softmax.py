@@ -8,10 +8,11 @@ For each row, over the tiles so far, with c = scale * log2(e) > 0:
 it is only raised, and l and O are only rescaled by exp2(old - new), when a row of the warp has grown past it by more
 than ``SLACK``. P is then at most 2 ** SLACK, and O / l is what it would have been.
 
-:func:`step` looks for the maximum first. :func:`hopeful_step` does not: it takes the exponentials by the shift at hand,
-and their sum, which is needed anyway, tells whether one of them has grown too large. Mostly none has, and the maximum,
-its way through the lanes and all waiting for it are saved. Else :func:`settle` multiplies P by a power of two, or,
-where too little is left of the scores for that (:func:`overflown`), they have to be computed again.
+Where there is a mask, :func:`step` looks for the maximum first. Elsewhere :func:`hopeful_step` does not: it takes the
+exponentials by the shift at hand, and their sum, which is needed anyway, tells whether one of them has grown too large.
+Mostly none has, and the maximum, its way through the lanes and all waiting for it are saved. Else :func:`settle`
+multiplies P by a power of two, or, where too little is left of the scores for that (:func:`overflown`), they have to be
+computed again.
 """
 
 from __future__ import annotations
@@ -74,11 +75,9 @@ def exponentials(scores: cute.Tensor, row: cutlass.Constexpr, c: Float32, shift:
 
 
 @cute.jit
-def finite_shift(shift: Float32, masked: cutlass.Constexpr) -> Float32:
+def finite_shift(shift: Float32) -> Float32:
     """What is subtracted: 0 for a row that has seen no key yet, so that its -inf scores give 0 and not NaN."""
-    if const_expr(masked):
-        return Float32(0.0) if shift == -Float32.inf else shift
-    return shift
+    return Float32(0.0) if shift == -Float32.inf else shift
 
 
 @cute.jit
@@ -86,7 +85,7 @@ def first_step(scores: cute.Tensor, shifts: cute.Tensor, sums: cute.Tensor, c: F
     """Turns the first tile of scores into P and starts the rows' shifts and sums. The tile may be masked."""
     for r in cutlass.range_constexpr(cute.size(shifts)):
         shifts[r] = row_maximum(scores, r) * c
-        sums[r] = exponentials(scores, r, c, finite_shift(shifts[r], True))
+        sums[r] = exponentials(scores, r, c, finite_shift(shifts[r]))
 
 
 @cute.jit
@@ -96,7 +95,6 @@ def step(
     sums: cute.Tensor,
     factors: cute.Tensor,
     c: Float32,
-    masked: cutlass.Constexpr,
 ) -> Boolean:
     """Turns a tile of scores into P and adds it to the rows' sums.
 
@@ -112,9 +110,9 @@ def step(
         shift = shifts[r]
         if grown:
             shift = cute.arch.fmax(shift, factors[r], nan=True)
-        factors[r] = cute.math.exp2(shifts[r] - finite_shift(shift, True), fastmath=True) if grown else Float32(1.0)
+        factors[r] = cute.math.exp2(shifts[r] - finite_shift(shift), fastmath=True) if grown else Float32(1.0)
         shifts[r] = shift
-        sums[r] = sums[r] * factors[r] + exponentials(scores, r, c, finite_shift(shift, masked))
+        sums[r] = sums[r] * factors[r] + exponentials(scores, r, c, finite_shift(shift))
     return grown
 
 
@@ -176,7 +174,7 @@ def finish(
         total = cute.arch.warp_reduction_sum(sums[r], threads_in_group=4)
         top, own = shifts[r], Float32(1.0)
         if const_expr(sinks is not None):
-            top = finite_shift(cute.arch.fmax(shifts[r], sinks[r]), True)
+            top = finite_shift(cute.arch.fmax(shifts[r], sinks[r]))
             own = cute.math.exp2(shifts[r] - top, fastmath=True)
             total = total * own + cute.math.exp2(sinks[r] - top, fastmath=True)
         empty = total == 0.0
