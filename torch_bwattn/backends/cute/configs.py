@@ -35,6 +35,21 @@ class ForwardConfig:
 
 
 @dataclass(frozen=True)
+class BackwardConfig:
+    """A config of the backward kernel; a program has 128 keys.
+
+    Attributes:
+        tile_m: Queries of a visit.
+        width: Columns of Q, K, dQ and dK in shared memory, at least their own.
+        value_width: Of V, dO and dV.
+    """
+
+    tile_m: int
+    width: int
+    value_width: int
+
+
+@dataclass(frozen=True)
 class ForwardFeatures:
     """What shapes the forward kernel's code beside its config.
 

@@ -55,6 +55,14 @@ def cap_scores(scores: cute.Tensor, cap: Float32) -> None:
 
 
 @cute.jit
+def cap_slopes(capped: cute.Tensor, slopes: cute.Tensor) -> None:
+    """``1 - t ** 2`` of every capped score t."""
+    for i in cutlass.range_constexpr(cute.size(capped) // 2):
+        for j in cutlass.range_constexpr(2 * i, 2 * i + 2):
+            slopes[j] = 1.0 - capped[j] * capped[j]
+
+
+@cute.jit
 def rescale(out: cute.Tensor, factors: cute.Tensor) -> None:
     """Multiplies each row of O by its factor."""
     for r in cutlass.range_constexpr(cute.size(out, mode=[0])):

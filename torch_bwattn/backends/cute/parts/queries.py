@@ -1,0 +1,79 @@
+"""Which queries see a tile of keys, in elements and in tiles of queries: :mod:`.keys` from the other side.
+
+Query i sees key j when ``i - left <= j <= i + right`` and ``j < Skv``, so key j is seen by ``j - right <= i <= j + left``.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import cutlass
+from cutlass import Boolean, Float32, Int32, const_expr, cute
+
+
+class QueryTiles(NamedTuple):
+    """Tiles of queries ``[begin, end)`` that see a key of the tile; none if ``end <= begin``."""
+
+    begin: Int32
+    end: Int32
+
+
+def query_tiles(
+    first_key: Int32,
+    tile_m: int,
+    tile_n: int,
+    q_len: Int32,
+    kv_len: Int32,
+    right: Int32 | None,
+    left: Int32 | None,
+) -> QueryTiles:
+    """The tiles of queries for the ``tile_n`` keys from ``first_key`` on; None is no limit."""
+    last_key = cutlass.min(first_key + tile_n, kv_len) - 1
+    begin, end = Int32(0), q_len
+    if const_expr(right is not None):
+        begin = cutlass.max(first_key - right, 0) // tile_m
+    if const_expr(left is not None):
+        end = cutlass.min(q_len, last_key + left + 1)
+    return QueryTiles(begin, (cutlass.max(end, 0) + (tile_m - 1)) // tile_m)
+
+
+@cute.jit
+def all_seen(
+    first_query: Int32,
+    first_key: Int32,
+    tile_m: cutlass.Constexpr,
+    tile_n: cutlass.Constexpr,
+    kv_len: Int32,
+    right: Int32 | None,
+    left: Int32 | None,
+) -> Boolean:
+    """Whether every query of a tile sees every key of a tile."""
+    seen = first_key + tile_n <= kv_len
+    if const_expr(right is not None):
+        seen = seen and first_key + tile_n - 1 <= first_query + right
+    if const_expr(left is not None):
+        seen = seen and first_key >= first_query + tile_m - 1 - left
+    return seen
+
+
+@cute.jit
+def hide_keys(
+    scores: cute.Tensor,
+    coords: cute.Tensor,
+    first_query: Int32,
+    first_key: Int32,
+    kv_len: Int32,
+    right: Int32 | None,
+    left: Int32 | None,
+) -> None:
+    """Sets to -inf what is not seen; ``scores`` and ``coords`` are (keys, queries) views of a thread's part."""
+    for r in cutlass.range_constexpr(cute.size(scores, mode=[0])):
+        key = first_key + coords[r, 0][0]
+        for c in cutlass.range_constexpr(cute.size(scores, mode=[1])):
+            query = first_query + coords[0, c][1]
+            seen = key < kv_len
+            if const_expr(right is not None):
+                seen = seen and key <= query + right
+            if const_expr(left is not None):
+                seen = seen and key >= query - left
+            scores[r, c] = scores[r, c] if seen else -Float32.inf
