@@ -1,6 +1,6 @@
 """Attention backward for Hopper (sm_90a): dK, dV, and an fp32 accumulator of dQ.
 
-    S = Q K^T      x = log2(e) * (scale * S, or softcap * tanh(t)), t = scale * S / softcap, -inf where a key is not seen
+    S = Q K^T      x = log2(e) * (scale * S, or softcap * tanh(t), t = scale * S / softcap), -inf where not seen
     P = exp2(x - log2(e) * lse)      dP = dO V^T      dS = P * (dP - delta), and times 1 - tanh(t)^2 with a cap
     dV = P^T dO      dK = scale * dS^T Q      dQ = scale * dS K
 
@@ -438,7 +438,8 @@ class Backward:
             head = batch * kv_heads * group + kv_head * group + g
             for m in cutlass.range(tiles.begin, tiles.end, unroll=1):
                 self.visit(
-                    operands, mma_s, mma_dv, mma_dk, mma_dq, acc_s, acc_dp, acc_dv, acc_dk, acc_dq, coords, t_lse, t_delta,
+                    operands, mma_s, mma_dv, mma_dk, mma_dq, acc_s, acc_dp, acc_dv, acc_dk, acc_dq, coords, t_lse,
+                    t_delta,
                     ds_copy, s_ds_parts, s_dq, dq, (Int64(head) * m_tiles + m) * (2 * self.dq_elements),
                     q_pipe, do_pipe, state, c, cap, limits, m * self.tile_m, first_key, thread, warp_group,
                 )  # fmt: skip
