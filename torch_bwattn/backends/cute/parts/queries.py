@@ -1,6 +1,7 @@
 """Which queries see a tile of keys, in elements and in tiles of queries: :mod:`.keys` from the other side.
 
-Query i sees key j when ``i - left <= j <= i + right`` and ``j < Skv``, so key j is seen by ``j - right <= i <= j + left``.
+Query i sees key j when ``i - left <= j <= i + right`` and ``j < Skv``, so key j is seen by
+``j - right <= i <= j + left``.
 """
 
 from __future__ import annotations
