@@ -343,6 +343,7 @@ class Problem:
     dropout_p: float = 0.0
     unit_last_strides: bool = True
     aligned: bool = True  # base pointers and all outer strides are multiples of 16 bytes
+    bulk_copies: bool = True  # both hold for q, k and v, whatever the result and its gradient are like
     wide_index: bool = False  # some tensor reaches past 2^31 - 1 elements from its base
     deterministic: bool = False
     backward: bool = False
@@ -352,6 +353,18 @@ class Problem:
     def empty(self) -> bool:
         """Nothing to attend: some size that a score needs is 0."""
         return 0 in (self.batch, self.heads, self.q_len, self.kv_len, self.value_dim)
+
+    @property
+    def sees_one_key(self) -> bool:
+        """No row sees more than one key, by the number of keys or by the window, and there is no sink beside it.
+
+        Then the softmax is constant, and gradients of q and k are exactly those of lse.
+        """
+        if self.sink_dtype is not None:
+            return False
+        if self.diagonal is not None and self.low_diagonal is not None and self.diagonal <= self.low_diagonal:
+            return True
+        return self.kv_len == 1
 
     @property
     def score_count(self) -> int:
@@ -412,8 +425,9 @@ def describe(
         mask_sizes=None if mask is None else tuple(mask.shape),
         mask_grad=mask_grad,
         dropout_p=dropout_p,
-        unit_last_strides=all(t.stride(3) == 1 or t.shape[3] <= 1 for t in (q, k, v, *more)),
-        aligned=all(_aligned(t) for t in (q, k, v, *more)),
+        unit_last_strides=all(map(_unit_last_stride, (q, k, v, *more))),
+        aligned=all(map(_aligned, (q, k, v, *more))),
+        bulk_copies=all(_unit_last_stride(t) and _aligned(t) for t in (q, k, v)),
         wide_index=any(extent(t) > _INT32_MAX for t in operands) or _broadcast_extent(q, k) > _INT32_MAX,
         deterministic=torch.are_deterministic_algorithms_enabled(),
         backward=backward,
@@ -429,6 +443,10 @@ def extent(tensor: Tensor) -> int:
 def _broadcast_extent(q: Tensor, k: Tensor) -> int:
     """The extent of the dense outputs and gradients, whose strides the layout rule fixes."""
     return max(q.numel(), k.numel())
+
+
+def _unit_last_stride(tensor: Tensor) -> bool:
+    return tensor.stride(3) == 1 or tensor.shape[3] <= 1
 
 
 def _aligned(tensor: Tensor) -> bool:

@@ -222,7 +222,7 @@ def launch(
         run("DMASK", (*operands, dmask, *sums, *options), tile_m, tile_n)
         if partial_shape is not None:
             dmask = dmask.sum_to_size(mask.shape).to(mask.dtype)
-    dsink = None if sink is None else backward.sink_gradient(sink, norm, delta, excess, keep_scale)
+    dsink = None if sink is None else sinks.gradient(sink, norm, delta, excess, keep_scale)
     return Results(dq=dq, dk=dk, dv=dv, dmask=dmask, dsink=dsink)
 
 

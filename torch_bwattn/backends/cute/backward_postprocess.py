@@ -14,67 +14,28 @@ lengths that are less than what ``cu_seqlens_q`` leaves room for.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import cuda.bindings.driver as cuda
 import cutlass
 from cutlass import Float32, Int32, Int64, const_expr, cute
 
+from .configs import PostprocessConfig, why_no_postprocess
+from .forward_sm90 import DTYPES
 from .parts import wgmma
-from .parts.accumulators import WARP_GROUP, Accumulator
+from .parts.accumulators import WARP_GROUP
 
-_DTYPES = {"bfloat16": cutlass.BFloat16, "float16": cutlass.Float16}
 _PITCH = 8  # elements between a row's end and the next row in shared memory, against bank conflicts
-_WIDEST = 256
-
-
-@dataclass(frozen=True)
-class PostprocessConfig:
-    """What shapes the kernel's code.
-
-    Attributes:
-        arch: 80, 90 or 100, of the kernel that filled the accumulator.
-        tile_m: Queries of a tile.
-        width: Columns of the accumulator, at least head_dim.
-        threads: 128 or 256, of the product and of this kernel.
-        split: What tells the two groups of 256 threads apart, in the product's own rows and columns.
-        swapped: The product was (width, queries).
-    """
-
-    arch: int
-    tile_m: int
-    width: int
-    threads: int = 128
-    split: str = "rows"
-    swapped: bool = False
-
-    @property
-    def accumulator(self) -> Accumulator:
-        """Of a tile."""
-        sizes = (self.width, self.tile_m) if self.swapped else (self.tile_m, self.width)
-        return Accumulator(self.arch, *sizes, self.threads, self.split)
-
-
-def can_implement(dtype: str, head_dim: int, config: PostprocessConfig) -> str | None:
-    """Why the kernel does not exist, or None: what ``Postprocess`` asks for before anything is compiled."""
-    if dtype not in _DTYPES:
-        return f"dtype: expected float16 or bfloat16, got {dtype}"
-    if head_dim % 8 or not 0 < head_dim <= _WIDEST:
-        return f"head_dim: expected a multiple of 8 up to {_WIDEST}, got {head_dim}"
-    if config.width < head_dim:
-        return f"width: expected at least head_dim {head_dim}, got {config.width}"
-    return config.accumulator.why_not() or None
 
 
 class Postprocess:
     """The kernel for one config, one head_dim and one dtype."""
 
     def __init__(self, dtype: str, head_dim: int, config: PostprocessConfig, *, varlen: bool, used: bool) -> None:
-        reason = can_implement(dtype, head_dim, config)
+        reason = why_no_postprocess(dtype, head_dim, config)
         if reason is not None:
             raise ValueError(reason)
-        self.dtype, self.head_dim, self.config = _DTYPES[dtype], head_dim, config
+        self.dtype, self.head_dim, self.config = DTYPES[dtype], head_dim, config
         self.varlen, self.used = varlen, used
         self.threads, self.tile_m, self.width = config.threads, config.tile_m, config.width
 

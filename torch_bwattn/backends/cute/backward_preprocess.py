@@ -14,8 +14,8 @@ import cuda.bindings.driver as cuda
 import cutlass
 from cutlass import Float32, Int32, const_expr, cute
 
-LOG2_E = 1.4426950408889634
-_DTYPES = {"bfloat16": cutlass.BFloat16, "float16": cutlass.Float16}
+from .forward_sm90 import DTYPES, LOG2_E
+
 _THREADS = 256
 
 
@@ -23,7 +23,7 @@ class Preprocess:
     """The kernel for one width and dtype; ``wide`` where rows of O and dO are contiguous and 16-byte aligned."""
 
     def __init__(self, dtype: str, value_dim: int, *, wide: bool, with_lse_grad: bool) -> None:
-        self.dtype, self.value_dim, self.wide, self.with_lse_grad = _DTYPES[dtype], value_dim, wide, with_lse_grad
+        self.dtype, self.value_dim, self.wide, self.with_lse_grad = DTYPES[dtype], value_dim, wide, with_lse_grad
         parts = -(-value_dim // 8)
         self.lanes = 1 << (parts - 1).bit_length()  # of a row
         self.rows = _THREADS // self.lanes  # of a program

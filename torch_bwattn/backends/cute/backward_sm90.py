@@ -5,17 +5,22 @@
     dV = P^T dO      dK = scale * dS^T Q      dQ = scale * dS K
 
 One CTA has a tile of ``tile_n`` keys of a key head and visits, for every query head of that head, the tiles of
-``tile_m`` queries that see some of them. All is transposed: scores are (keys, queries), so that P^T and dS^T are left
-operands in registers, and each of two consumer warp groups has 64 keys.
+``tile_m`` queries that see some of them. Scores are transposed, (keys, queries). Two groups of warps share the work.
+Up to widths of 128 each has 64 of 128 keys, so that its P^T is a left operand in registers. Beyond, a CTA has 64 keys;
+each group has half of the queries of S and dP, and half of the columns of dV, dK and dQ, and P^T goes through shared
+memory too.
 
     shared memory   K, V  (tile_n, D), (tile_n, Dv), once      Q, dO  (tile_m, D), (tile_m, Dv), rings of two
-                    lse and delta of each stage's queries      dS^T  (tile_n, tile_m), two      dQ  fp32
-    registers       dK  (64, D), dV  (64, Dv) in fp32 of all visits; S^T and dP^T  (64, tile_m) of one
+                    lse and delta of each stage's queries      dS^T, P^T  (tile_n, tile_m), two      dQ  fp32
+    registers       dK, dV  in fp32 of all visits; S^T and dP^T  of one
 
-dQ leaves by bulk additions in memory. The accumulator holds, for each tile of queries and each group, the group's
-registers as they are, four floats of a thread side by side, so that each is one contiguous addition; the postprocess
-knows that order. ``lse`` comes in powers of two and padded to whole tiles with +inf, which also stands for rows that
-see no key, ``delta`` padded with 0: so P and dS of what is no query are 0.
+The products of a visit overlap the exponentials of the next: the next tile's S goes first, then dV and dK, and while
+these run the next P is made. dQ needs what both groups write and comes last; its registers are those of dP.
+
+dQ leaves by additions in memory. The accumulator holds, for each tile of queries and each group, the group's registers
+as they are, four floats of a thread side by side, so that each is one contiguous addition; the postprocess knows that
+order. ``lse`` comes in powers of two and padded to whole tiles with +inf, which also stands for rows that see no key,
+``delta`` padded with 0: so P and dS of what is no query are 0.
 """
 
 from __future__ import annotations
@@ -27,22 +32,52 @@ import cutlass
 import cutlass.utils.hopper_helpers as sm90
 from cutlass import Boolean, Float32, Int32, Int64, const_expr, cute, pipeline
 from cutlass.cute.nvgpu import OperandMajorMode, cpasync, warp, warpgroup
-from cutlass.experimental import primitives
-from cutlass.utils import LayoutEnum
 
-from .configs import SLAB, BackwardConfig, ForwardFeatures
-from .forward_sm90 import _DTYPES, LOG2_E, WARP_GROUP, Limits, Moved
-from .parts import queries, softmax, wgmma
+from .configs import SLAB, BackwardConfig, BackwardFeatures, backward_widths
+from .forward_sm90 import DTYPES, LOG2_E, WARP_GROUP, Limits, Moved
+from .parts import queries, schedule, softmax, sums, wgmma
 
 _GROUPS = 2
 _REGISTERS = (24, 240)
 _STAGES = 2
-_DS_WRITTEN = 1  # the named barrier at which both groups have written dS^T
-_DQ = 2  # the first of those that join a group's warps around its dQ
+_OWN = 1  # the first of the named barriers that join a group's warps
+_BOTH = 3  # that joins both groups
+_WRITTEN = 4  # the first of those by which a group tells the other that its dS^T is written: one a group and stage
+
+
+class Shared(NamedTuple):
+    """What is in shared memory."""
+
+    q: cute.Tensor
+    k: cute.Tensor
+    v: cute.Tensor
+    do: cute.Tensor
+    ds: cute.Tensor
+    p: cute.Tensor
+    lse: cute.Tensor
+    delta: cute.Tensor
+
+
+class Pipes(NamedTuple):
+    """The rings; to be unpacked before use (:class:`.forward_sm90.Pipes`)."""
+
+    q: pipeline.PipelineTmaAsync
+    do: pipeline.PipelineTmaAsync
+    k: pipeline.PipelineTmaAsync
+    v: pipeline.PipelineTmaAsync
+
+
+class Products(NamedTuple):
+    """For S^T and dP^T, for dV, for dK, for dQ."""
+
+    s: cute.TiledMma
+    dv: cute.TiledMma
+    dk: cute.TiledMma
+    dq: cute.TiledMma
 
 
 class Operands(NamedTuple):
-    """A group's operands, as matrix descriptors (with the ring's stages as last mode) or registers."""
+    """What the products read: matrix descriptors, with the ring's stages as last mode, or registers."""
 
     k: cute.Tensor
     q: cute.Tensor
@@ -52,48 +87,94 @@ class Operands(NamedTuple):
     do_t: cute.Tensor
     ds: cute.Tensor
     q_t: cute.Tensor
-    ds_shared: cute.Tensor
-    k_t: cute.Tensor
+    dq_a: cute.Tensor
+    dq_b: cute.Tensor
+
+
+class Values(NamedTuple):
+    """A thread's accumulators, and P and dS of the tile in 16 bits."""
+
+    s: cute.Tensor
+    dp: cute.Tensor
+    dv: cute.Tensor
+    dk: cute.Tensor
+    dq: cute.Tensor
+    p: cute.Tensor
+    ds: cute.Tensor
+
+
+class Parts(NamedTuple):
+    """A thread's part of what it reads and writes itself, and the (key, query) of its scores."""
+
+    lse: cute.Tensor
+    delta: cute.Tensor
+    copy: Any
+    p: cute.Tensor
+    ds: cute.Tensor
+    coords: cute.Tensor
 
 
 class Backward:
     """The kernel for one config and one set of features."""
 
-    def __init__(self, features: ForwardFeatures, config: BackwardConfig) -> None:
+    def __init__(self, features: BackwardFeatures, config: BackwardConfig) -> None:
         self.features, self.config = features, config
-        self.dtype = _DTYPES[features.dtype]
-        self.tile_m, self.tile_n = config.tile_m, _GROUPS * SLAB
-        self.width = config.width
-        self.value_width = config.value_width
+        self.dtype = DTYPES[features.dtype]
+        self.tile_m, self.tile_n = config.tile_m, config.tile_n
+        self.width, self.value_width = backward_widths(features)
+        self.by_keys = config.by_keys
         self.k_tile, self.v_tile = (self.tile_n, self.width), (self.tile_n, self.value_width)
         self.q_tile, self.do_tile = (self.tile_m, self.width), (self.tile_m, self.value_width)
         self.ds_tile = (self.tile_n, self.tile_m)
         self.dq_elements = self.tile_m * self.width // _GROUPS  # of a group
 
     def layouts(self) -> tuple[cute.ComposedLayout, ...]:
-        """In shared memory: of K, V, Q, dO and dS^T."""
-        tiles = ((self.k_tile, 1), (self.v_tile, 1), (self.q_tile, 2), (self.do_tile, 2), (self.ds_tile, 2))
-        return tuple(sm90.make_smem_layout_epi(self.dtype, LayoutEnum.ROW_MAJOR, tile, n) for tile, n in tiles)
+        """In shared memory: of Q, K, V, dO, and of dS^T and P^T.
 
-    def products(self) -> tuple[cute.TiledMma, ...]:
-        """For S^T and dP^T, for dV, for dK, for dQ."""
+        What is swizzled together must not be torn apart by the columns of the two groups.
+        """
+        columns = 1 if self.by_keys else _GROUPS
+        of_k = _GROUPS if self.config.dq_split == "columns" else 1
+
+        def ring(tile: tuple[int, int], stages: int, parts: int) -> cute.ComposedLayout:
+            kinds = warpgroup.SmemLayoutAtomKind
+            sizes = ((64, kinds.K_SW128), (32, kinds.K_SW64), (16, kinds.K_SW32))
+            kind = next(kind for size, kind in sizes if tile[1] // parts % size == 0)
+            return cute.tile_to_shape(sm90.make_smem_layout_atom(kind, self.dtype), (*tile, stages), order=(0, 1, 2))
+
+        return (
+            ring(self.q_tile, _STAGES, columns),
+            ring(self.k_tile, 1, of_k),
+            ring(self.v_tile, 1, columns),
+            ring(self.do_tile, _STAGES, columns),
+            ring(self.ds_tile, _STAGES, 1),
+        )
+
+    def products(self) -> Products:
+        """The products of both groups."""
         k_major, mn_major = OperandMajorMode.K, OperandMajorMode.MN
         shared, registers = warpgroup.OperandSource.SMEM, warpgroup.OperandSource.RMEM
+        by_rows, by_columns = (_GROUPS, 1, 1), (1, _GROUPS, 1)
 
         def product(a_major: Any, b_major: Any, groups: tuple[int, int, int], columns: int, a: Any) -> cute.TiledMma:
             return sm90.make_trivial_tiled_mma(
                 self.dtype, self.dtype, a_major, b_major, Float32, groups, (SLAB, columns), a_source=a
             )
 
-        by_rows = (_GROUPS, 1, 1)
-        if self.tile_m == SLAB:
-            dq = product(mn_major, mn_major, (1, _GROUPS, 1), self.width // _GROUPS, shared)
-        else:
-            dq = product(mn_major, mn_major, by_rows, self.width, shared)
-        return (
+        _, dq_columns = self.config.accumulator(self.width)
+        dq_groups = by_columns if self.config.dq_split == "columns" else by_rows
+        dq = product(mn_major, mn_major, dq_groups, dq_columns // dq_groups[1], shared)
+        if not self.by_keys:
+            return Products(
+                product(k_major, k_major, by_columns, self.tile_m // _GROUPS, shared),
+                product(k_major, mn_major, by_columns, self.value_width // _GROUPS, shared),
+                product(k_major, mn_major, by_columns, self.width // _GROUPS, shared),
+                dq,
+            )
+        return Products(
             product(k_major, k_major, by_rows, self.tile_m, shared),
             product(k_major, mn_major, by_rows, self.value_width, registers),
-            product(k_major, mn_major, by_rows, self.width, registers),
+            product(k_major, mn_major, by_rows, self.width, shared),
             dq,
         )
 
@@ -108,9 +189,12 @@ class Backward:
                 self.dtype, (batch, heads, length, width), (*strides, 1), assumed_align=16
             )
 
-        def vector() -> cute.Tensor:
+        def rows() -> cute.Tensor:
             strides = (cute.sym_int64(divisibility=4), cute.sym_int64(divisibility=4), 1)
             return cute.runtime.make_fake_tensor(Float32, (batch, q_heads, padded), strides, assumed_align=16)
+
+        def vector(kind: Any) -> cute.Tensor:
+            return cute.runtime.make_fake_tensor(kind, (cute.sym_int64(),), (1,), assumed_align=16)
 
         d, dv = features.head_dim, features.value_dim
         return (
@@ -118,11 +202,12 @@ class Backward:
             operand(kv_heads, kv_len, d),
             operand(kv_heads, kv_len, dv),
             operand(q_heads, q_len, dv),
-            vector(),
-            vector(),
+            rows(),
+            rows(),
             operand(kv_heads, kv_len, d),
             operand(kv_heads, kv_len, dv),
-            cute.runtime.make_fake_tensor(Float32, (cute.sym_int64(),), (1,), assumed_align=16),
+            vector(Float32),
+            vector(Int32) if features.deterministic else None,
             Float32(1.0),
             Float32(1.0) if features.softcap else None,
             Int32(0) if features.right else None,
@@ -142,23 +227,31 @@ class Backward:
         dk: cute.Tensor,
         dv: cute.Tensor,
         dq: cute.Tensor,
+        turns: cute.Tensor | None,
         scale: Float32,
         softcap: Float32 | None,
         right: Int32 | None,
         left: Int32 | None,
         stream: cuda.CUstream,
     ) -> None:
-        """Launches the kernel: ``[B, H, S, D]`` tensors of any strides, ``dq`` the zeroed accumulator."""
+        """Launches the kernel.
+
+        ``[B, H, S, D]`` tensors of any strides; ``dq`` is the zeroed accumulator. ``turns``, where results are to be
+        repeatable, has an int32 of 0 for each tile of queries and group.
+        """
         batch, heads, kv_heads = q.shape[0], q.shape[1], k.shape[1]
         q_len, kv_len = q.shape[2], k.shape[2]
         q, k, v, do, dk, dv = (
             cute.make_tensor(t.iterator, cute.select(t.layout, mode=[2, 3, 1, 0])) for t in (q, k, v, do, dk, dv)
         )
-        k_layout, v_layout, q_layout, do_layout, ds_layout = self.layouts()
+        q_layout, k_layout, v_layout, do_layout, ds_layout = self.layouts()
         read, write = cpasync.CopyBulkTensorTileG2SOp(), cpasync.CopyBulkTensorTileS2GOp()
 
         def moved(op: Any, tensor: cute.Tensor, layout: cute.ComposedLayout, tile: tuple[int, int]) -> Moved:
             return Moved(*cpasync.make_tiled_tma_atom(op, tensor, cute.select(layout, mode=[0, 1]), tile))
+
+        ds_elements = cute.cosize(ds_layout)
+        p_elements, dq_elements = (0 if self.by_keys else ds_elements), _GROUPS * self.dq_elements
 
         @cute.struct
         class Storage:
@@ -171,16 +264,20 @@ class Backward:
             v: cute.struct.Align[cute.struct.MemRange[self.dtype, cute.cosize(v_layout)], 1024]
             q: cute.struct.Align[cute.struct.MemRange[self.dtype, cute.cosize(q_layout)], 1024]
             do: cute.struct.Align[cute.struct.MemRange[self.dtype, cute.cosize(do_layout)], 1024]
-            ds: cute.struct.Align[cute.struct.MemRange[self.dtype, cute.cosize(ds_layout)], 1024]
-            dq: cute.struct.Align[cute.struct.MemRange[Float32, _GROUPS * self.dq_elements], 1024]
+            ds: cute.struct.Align[cute.struct.MemRange[self.dtype, ds_elements], 1024]
+            p: cute.struct.Align[cute.struct.MemRange[self.dtype, p_elements], 1024]
+            dq: cute.struct.Align[cute.struct.MemRange[Float32, 0 if self.config.direct else dq_elements], 1024]
 
         self.storage = Storage
         c, cap = scale * LOG2_E, None
         if const_expr(softcap is not None):
             c, cap = softcap * LOG2_E, 2.0 * c / softcap
-        n_tiles = cute.ceil_div(kv_len, self.tile_n)
+        n_tiles, m_tiles = cute.ceil_div(kv_len, self.tile_n), cute.ceil_div(q_len, self.tile_m)
+        group = heads // kv_heads
+        bytes_of_query = 2 * (self.features.head_dim + self.features.value_dim) + 4 * self.width
+        order = schedule.make_order(n_tiles, kv_heads, kv_heads, batch, Int64(q_len) * group * bytes_of_query)
         self.kernel(
-            *self.products(),
+            self.products(),
             moved(read, q, q_layout, self.q_tile),
             moved(read, k, k_layout, self.k_tile),
             moved(read, v, v_layout, self.v_tile),
@@ -189,16 +286,16 @@ class Backward:
             moved(write, dv, v_layout, self.v_tile),
             lse,
             delta,
-            dq,
+            sums.Sums(dq, turns),
             scale,
             c,
             cap,
             Limits(q_len, kv_len, right, left),
-            cute.FastDivmodDivisorV2(kv_heads * batch),
-            cute.FastDivmodDivisorV2(kv_heads),
-            heads // kv_heads,
+            order,
+            group,
+            m_tiles,
         ).launch(
-            grid=(n_tiles * kv_heads * batch, 1, 1),
+            grid=(order.total, 1, 1),
             block=(WARP_GROUP * (_GROUPS + 1), 1, 1),
             stream=stream,
             min_blocks_per_mp=1,
@@ -207,10 +304,7 @@ class Backward:
     @cute.kernel
     def kernel(
         self,
-        mma_s: cute.TiledMma,
-        mma_dv: cute.TiledMma,
-        mma_dk: cute.TiledMma,
-        mma_dq: cute.TiledMma,
+        products: Products,
         q: Moved,
         k: Moved,
         v: Moved,
@@ -219,52 +313,58 @@ class Backward:
         dv: Moved,
         lse: cute.Tensor,
         delta: cute.Tensor,
-        dq: cute.Tensor,
+        dq: sums.Sums,
         scale: Float32,
         c: Float32,
         cap: Float32 | None,
         limits: Limits,
-        pairs: cute.FastDivmodDivisorV2,
-        heads: cute.FastDivmodDivisorV2,
+        order: schedule.TileOrder,
         group: Int32,
+        m_tiles: Int32,
     ) -> None:
         warp_index = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         storage = cutlass.utils.SmemAllocator().allocate(self.storage)
-        k_layout, v_layout, q_layout, do_layout, ds_layout = self.layouts()
-        s_k = storage.k.get_tensor(k_layout.outer, swizzle=k_layout.inner)
-        s_v = storage.v.get_tensor(v_layout.outer, swizzle=v_layout.inner)
-        s_q = storage.q.get_tensor(q_layout.outer, swizzle=q_layout.inner)
-        s_do = storage.do.get_tensor(do_layout.outer, swizzle=do_layout.inner)
-        s_ds = storage.ds.get_tensor(ds_layout.outer, swizzle=ds_layout.inner)
+        q_layout, k_layout, v_layout, do_layout, ds_layout = self.layouts()
         vectors = cute.make_layout((self.tile_m, _STAGES))
-        s_lse, s_delta = storage.lse.get_tensor(vectors), storage.delta.get_tensor(vectors)
+        s_ds = storage.ds.get_tensor(ds_layout.outer, swizzle=ds_layout.inner)
+        s_p = s_ds
+        if const_expr(not self.by_keys):
+            s_p = storage.p.get_tensor(ds_layout.outer, swizzle=ds_layout.inner)
+        shared = Shared(
+            storage.q.get_tensor(q_layout.outer, swizzle=q_layout.inner),
+            storage.k.get_tensor(k_layout.outer, swizzle=k_layout.inner),
+            storage.v.get_tensor(v_layout.outer, swizzle=v_layout.inner),
+            storage.do.get_tensor(do_layout.outer, swizzle=do_layout.inner),
+            s_ds,
+            s_p,
+            storage.lse.get_tensor(vectors),
+            storage.delta.get_tensor(vectors),
+        )
         if warp_index == 0:
             for moved in (q, k, v, do, dk, dv):
                 cpasync.prefetch_descriptor(moved.atom)
         width, vector_bytes = self.dtype.width // 8, self.tile_m * 4
-        kv_bytes = self.tile_n * self.width * width, self.tile_n * self.value_width * width
-        k_pipe = self.pipe(storage.kv_barriers.data_ptr(), 1, kv_bytes[0])
-        v_pipe = self.pipe(storage.kv_barriers.data_ptr() + 2, 1, kv_bytes[1])
-        q_pipe = self.pipe(storage.q_barriers.data_ptr(), _STAGES, self.tile_m * self.width * width + vector_bytes)
-        do_pipe = self.pipe(
-            storage.do_barriers.data_ptr(), _STAGES, self.tile_m * self.value_width * width + vector_bytes
+        pipes = Pipes(
+            self.pipe(storage.q_barriers.data_ptr(), _STAGES, self.tile_m * self.width * width + vector_bytes),
+            self.pipe(storage.do_barriers.data_ptr(), _STAGES, self.tile_m * self.value_width * width + vector_bytes),
+            self.pipe(storage.kv_barriers.data_ptr(), 1, self.tile_n * self.width * width),
+            self.pipe(storage.kv_barriers.data_ptr() + 2, 1, self.tile_n * self.value_width * width),
         )
         pipeline.pipeline_init_arrive(is_relaxed=True)
         pipeline.pipeline_init_wait()
-        n, pair = divmod(cute.arch.block_idx()[0], pairs)
-        batch, kv_head = divmod(pair, heads)
+        tile = schedule.tile_at(order, cute.arch.block_idx()[0])
+        n = order.m_tiles - 1 - tile.m_index  # under causality the first keys have the most queries
+        q_len, kv_len, right, left = limits
+        tiles = queries.query_tiles(n * self.tile_n, self.tile_m, self.tile_n, q_len, kv_len, right, left)
         if warp_index < WARP_GROUP // 32:
             cute.arch.setmaxregister_decrease(_REGISTERS[0])
             if warp_index == 0:
-                self.produce(
-                    q, k, v, do, lse, delta, s_q, s_k, s_v, s_do, s_lse, s_delta,
-                    k_pipe, v_pipe, q_pipe, do_pipe, limits, n, batch, kv_head, group,
-                )  # fmt: skip
+                self.produce(q, k, v, do, lse, delta, shared, pipes, tiles, n, tile.batch, tile.kv_head, group)
         else:
             cute.arch.setmaxregister_increase(_REGISTERS[1])
             self.consume(
-                mma_s, mma_dv, mma_dk, mma_dq, dk, dv, dq, s_q, s_k, s_v, s_do, s_ds, s_lse, s_delta, storage.dq,
-                k_pipe, v_pipe, q_pipe, do_pipe, scale, c, cap, limits, n, batch, kv_head, group, heads.divisor,
+                products, dk, dv, dq, shared, storage.dq, pipes, scale, c, cap, limits, tiles, n, tile.batch,
+                tile.kv_head, group, order.heads.divisor, m_tiles,
             )  # fmt: skip
 
     def pipe(self, barriers: Any, stages: int, tx_count: int) -> pipeline.PipelineTmaAsync:
@@ -279,11 +379,6 @@ class Backward:
             defer_sync=True,
         )
 
-    def query_tiles(self, limits: Limits, n: Int32) -> queries.QueryTiles:
-        """The tiles of queries that see a tile of keys."""
-        q_len, kv_len, right, left = limits
-        return queries.query_tiles(n * self.tile_n, self.tile_m, self.tile_n, q_len, kv_len, right, left)
-
     def views(
         self, moved: Moved, tile: tuple[int, int], shared: cute.Tensor, head: Int32, batch: Int32
     ) -> tuple[cute.Tensor, cute.Tensor]:
@@ -291,6 +386,8 @@ class Backward:
         tiles = cute.local_tile(moved.tensor[None, None, head, batch], tile, (None, 0))
         grouped = cute.group_modes(shared, 0, 2), cute.group_modes(tiles, 0, 2)
         return cpasync.tma_partition(moved.atom, 0, cute.make_layout(1), *grouped)
+
+    # ------------------------------------------------------------------------------------------------ the producer
 
     @cute.jit
     def produce(
@@ -301,46 +398,42 @@ class Backward:
         do: Moved,
         lse: cute.Tensor,
         delta: cute.Tensor,
-        s_q: cute.Tensor,
-        s_k: cute.Tensor,
-        s_v: cute.Tensor,
-        s_do: cute.Tensor,
-        s_lse: cute.Tensor,
-        s_delta: cute.Tensor,
-        k_pipe: pipeline.PipelineTmaAsync,
-        v_pipe: pipeline.PipelineTmaAsync,
-        q_pipe: pipeline.PipelineTmaAsync,
-        do_pipe: pipeline.PipelineTmaAsync,
-        limits: Limits,
+        shared: Shared,
+        pipes: Pipes,
+        tiles: queries.QueryTiles,
         n: Int32,
         batch: Int32,
         kv_head: Int32,
         group: Int32,
     ) -> None:
         """Loads K and V once, and Q with lse, dO with delta of every visited tile of queries."""
+        q_pipe, do_pipe, k_pipe, v_pipe = pipes
         kind = pipeline.PipelineUserType.Producer
         once = pipeline.make_pipeline_state(kind, 1)
         state = pipeline.make_pipeline_state(kind, _STAGES)
-        tiles = self.query_tiles(limits, n)
-        self.load(k.atom, self.views(k, self.k_tile, s_k, kv_head, batch), n, k_pipe, once)
-        self.load(v.atom, self.views(v, self.v_tile, s_v, kv_head, batch), n, v_pipe, once)
         vector = cute.make_copy_atom(cpasync.CopyBulkG2SOp(), Float32, num_bits_per_copy=32 * self.tile_m)
-        for g in cutlass.range(group, unroll=1):
-            head = kv_head * group + g
-            q_views = self.views(q, self.q_tile, s_q, head, batch)
-            do_views = self.views(do, self.do_tile, s_do, head, batch)
-            lse_tiles = cute.local_tile(lse[batch, head, None], (self.tile_m,), (None,))
-            delta_tiles = cute.local_tile(delta[batch, head, None], (self.tile_m,), (None,))
-            for m in cutlass.range(tiles.begin, tiles.end, unroll=1):
-                self.load(q.atom, q_views, m, q_pipe, state)
-                with cute.arch.elect_one():
-                    barrier = q_pipe.producer_get_barrier(state)
-                    cute.copy(vector, lse_tiles[None, m], s_lse[None, state.index], mbar_ptr=barrier)
-                self.load(do.atom, do_views, m, do_pipe, state)
-                with cute.arch.elect_one():
-                    barrier = do_pipe.producer_get_barrier(state)
-                    cute.copy(vector, delta_tiles[None, m], s_delta[None, state.index], mbar_ptr=barrier)
-                state.advance()
+        if tiles.begin < tiles.end:
+            self.load(k.atom, self.views(k, self.k_tile, shared.k, kv_head, batch), n, k_pipe, once)
+            for g in cutlass.range(group, unroll=1):
+                head = kv_head * group + g
+                q_views = self.views(q, self.q_tile, shared.q, head, batch)
+                do_views = self.views(do, self.do_tile, shared.do, head, batch)
+                lse_tiles = cute.local_tile(lse[batch, head, None], (self.tile_m,), (None,))
+                delta_tiles = cute.local_tile(delta[batch, head, None], (self.tile_m,), (None,))
+                for m in cutlass.range(tiles.begin, tiles.end, unroll=1):
+                    self.load(q.atom, q_views, m, q_pipe, state)
+                    with cute.arch.elect_one():
+                        barrier = q_pipe.producer_get_barrier(state)
+                        cute.copy(vector, lse_tiles[None, m], shared.lse[None, state.index], mbar_ptr=barrier)
+                    if g == 0:  # noqa: SIM102 (joined, the two would both be evaluated)
+                        if m == tiles.begin:
+                            v_views = self.views(v, self.v_tile, shared.v, kv_head, batch)
+                            self.load(v.atom, v_views, n, v_pipe, once)
+                    self.load(do.atom, do_views, m, do_pipe, state)
+                    with cute.arch.elect_one():
+                        barrier = do_pipe.producer_get_barrier(state)
+                        cute.copy(vector, delta_tiles[None, m], shared.delta[None, state.index], mbar_ptr=barrier)
+                    state.advance()
 
     @cute.jit
     def load(
@@ -355,189 +448,254 @@ class Backward:
         pipe.producer_acquire(state)
         cute.copy(atom, views[1][None, n], views[0][None, state.index], tma_bar_ptr=pipe.producer_get_barrier(state))
 
+    # ----------------------------------------------------------------------------------------------- the consumers
+
     @cute.jit
     def consume(
         self,
-        mma_s: cute.TiledMma,
-        mma_dv: cute.TiledMma,
-        mma_dk: cute.TiledMma,
-        mma_dq: cute.TiledMma,
+        products: Products,
         dk: Moved,
         dv: Moved,
-        dq: cute.Tensor,
-        s_q: cute.Tensor,
-        s_k: cute.Tensor,
-        s_v: cute.Tensor,
-        s_do: cute.Tensor,
-        s_ds: cute.Tensor,
-        s_lse: cute.Tensor,
-        s_delta: cute.Tensor,
+        dq: sums.Sums,
+        shared: Shared,
         dq_memory: Any,
-        k_pipe: pipeline.PipelineTmaAsync,
-        v_pipe: pipeline.PipelineTmaAsync,
-        q_pipe: pipeline.PipelineTmaAsync,
-        do_pipe: pipeline.PipelineTmaAsync,
+        pipes: Pipes,
         scale: Float32,
         c: Float32,
         cap: Float32 | None,
         limits: Limits,
+        tiles: queries.QueryTiles,
         n: Int32,
         batch: Int32,
         kv_head: Int32,
         group: Int32,
         kv_heads: Int32,
+        m_tiles: Int32,
     ) -> None:
-        """One group: its 64 keys."""
+        """One group's share of all visits."""
+        q_pipe, do_pipe, k_pipe, v_pipe = pipes
         thread = cute.arch.thread_idx()[0] - WARP_GROUP
         warp_group = cute.arch.make_warp_uniform(thread // WARP_GROUP)
+        operands, values, parts = self.registers(products, shared, thread, warp_group)
+        own = None
+        if const_expr(not self.config.direct):
+            own = dq_memory.data_ptr() + cute.assume(warp_group * self.dq_elements, divby=256)
+        adder = sums.Adder(_OWN + warp_group, warp_group, thread % WARP_GROUP, own)
+        values.dv.fill(0.0)
+        values.dk.fill(0.0)
+        kind = pipeline.PipelineUserType.Consumer
+        once = pipeline.make_pipeline_state(kind, 1)
+        state = pipeline.make_pipeline_state(kind, _STAGES)
+        first_key, m = n * self.tile_n, tiles.begin
+        head = (batch * kv_heads + kv_head) * group
+        visits = (tiles.end - tiles.begin) * group
+        if visits > 0:
+            k_pipe.consumer_wait(once)
+            q_pipe.consumer_wait(state)
+            wgmma.issue(products.s, values.s, operands.k, operands.q[None, None, None, state.index], Boolean(False))
+            v_pipe.consumer_wait(once)
+            do_pipe.consumer_wait(state)
+            wgmma.issue(products.s, values.dp, operands.v, operands.do[None, None, None, state.index], Boolean(False))
+            warpgroup.wait_group(0)
+            self.exponentials(values, parts, state.index, c, cap, limits, m * self.tile_m, first_key)
+            for _ in cutlass.range(visits - 1, unroll=1):
+                next_m, next_head = m + 1, head
+                if next_m == tiles.end:
+                    next_m, next_head = tiles.begin, head + 1
+                ahead = state.clone()
+                ahead.advance()
+                self.visit(
+                    products, operands, values, parts, dq, adder, q_pipe, do_pipe, state, ahead, c, cap, limits,
+                    Int64(head) * m_tiles + m, m, next_m * self.tile_m, first_key, warp_group, True,
+                )  # fmt: skip
+                m, head, state = next_m, next_head, ahead
+            self.visit(
+                products, operands, values, parts, dq, adder, q_pipe, do_pipe, state, state, c, cap, limits,
+                Int64(head) * m_tiles + m, m, Int32(0), first_key, warp_group, False,
+            )  # fmt: skip
+        self.store(products, values, shared, dk, dv, scale, n, batch, kv_head, thread)
+        sums.finish()
+
+    def registers(
+        self, products: Products, shared: Shared, thread: Int32, warp_group: Int32
+    ) -> tuple[Operands, Values, Parts]:
+        """A group's operands, a thread's registers, and what it reads and writes."""
         first = warp_group * WARP_GROUP
-        of_s, of_dv, of_dk, of_dq = (mma.get_slice(first) for mma in (mma_s, mma_dv, mma_dk, mma_dq))
+        of_s, of_dv, of_dk, of_dq = (mma.get_slice(first) for mma in products)
 
         def transposed(tensor: cute.Tensor) -> cute.Tensor:
             return cute.make_tensor(tensor.iterator, cute.select(tensor.layout, mode=[1, 0, 2]))
 
-        operands = Operands(
-            of_s.make_fragment_A(of_s.partition_A(s_k))[None, None, None, 0],
-            of_s.make_fragment_B(of_s.partition_B(s_q)),
-            of_s.make_fragment_A(of_s.partition_A(s_v))[None, None, None, 0],
-            of_s.make_fragment_B(of_s.partition_B(s_do)),
-            of_dv.make_fragment_A(of_dv.partition_shape_A((self.tile_n, self.tile_m))),
-            of_dv.make_fragment_B(of_dv.partition_B(transposed(s_do))),
-            of_dk.make_fragment_A(of_dk.partition_shape_A((self.tile_n, self.tile_m))),
-            of_dk.make_fragment_B(of_dk.partition_B(transposed(s_q))),
-            of_dq.make_fragment_A(of_dq.partition_A(transposed(s_ds))),
-            of_dq.make_fragment_B(of_dq.partition_B(transposed(s_k)))[None, None, None, 0],
-        )
-        acc_s = cute.make_rmem_tensor(of_s.partition_shape_C((self.tile_n, self.tile_m)), Float32)
-        acc_dp = cute.make_rmem_tensor(acc_s.layout, Float32)
-        acc_dv = cute.make_rmem_tensor(of_dv.partition_shape_C((self.tile_n, self.value_width)), Float32)
-        acc_dk = cute.make_rmem_tensor(of_dk.partition_shape_C((self.tile_n, self.width)), Float32)
-        acc_dq = cute.make_rmem_tensor(of_dq.partition_shape_C((self.tile_m, self.width)), Float32)
-        of_thread = mma_s.get_slice(thread)
-        coords = wgmma.rows_view(of_thread.partition_C(cute.make_identity_tensor(self.ds_tile)))
-        by_column = cute.make_layout((self.tile_n, self.tile_m, _STAGES), stride=(0, 1, self.tile_m))
-        t_lse = of_thread.partition_C(cute.make_tensor(s_lse.iterator, by_column))
-        t_delta = of_thread.partition_C(cute.make_tensor(s_delta.iterator, by_column))
-        store_atom = cute.make_copy_atom(warp.StMatrix8x8x16bOp(transpose=False, num_matrices=4), self.dtype)
-        ds_copy = cute.make_tiled_copy_C(store_atom, mma_s).get_slice(thread)
-        s_ds_parts = ds_copy.partition_D(s_ds)
-        own_dq = dq_memory.data_ptr() + cute.assume(warp_group * self.dq_elements, divby=256)
-        s_dq = cute.make_tensor(own_dq, cute.make_layout((4, WARP_GROUP, self.dq_elements // 512)))
+        def rmem(of: Any, shape: tuple[int, int]) -> cute.Tensor:
+            return cute.make_rmem_tensor(of.partition_shape_C(shape), Float32)
 
-        kind = pipeline.PipelineUserType.Consumer
-        once = pipeline.make_pipeline_state(kind, 1)
-        state = pipeline.make_pipeline_state(kind, _STAGES)
-        acc_dv.fill(0.0)
-        acc_dk.fill(0.0)
-        tiles = self.query_tiles(limits, n)
-        m_tiles = (limits.q_len + (self.tile_m - 1)) // self.tile_m
-        first_key = n * self.tile_n
-        k_pipe.consumer_wait(once)
-        v_pipe.consumer_wait(once)
-        for g in cutlass.range(group, unroll=1):
-            head = batch * kv_heads * group + kv_head * group + g
-            for m in cutlass.range(tiles.begin, tiles.end, unroll=1):
-                self.visit(
-                    operands, mma_s, mma_dv, mma_dk, mma_dq, acc_s, acc_dp, acc_dv, acc_dk, acc_dq, coords, t_lse,
-                    t_delta,
-                    ds_copy, s_ds_parts, s_dq, dq, (Int64(head) * m_tiles + m) * (2 * self.dq_elements),
-                    q_pipe, do_pipe, state, c, cap, limits, m * self.tile_m, first_key, thread, warp_group,
-                )  # fmt: skip
-                state.advance()
-        dk_rows = wgmma.rows_view(acc_dk)
-        for r in cutlass.range_constexpr(cute.size(dk_rows, mode=[0])):
-            for j in cutlass.range_constexpr(cute.size(dk_rows, mode=[1]) // 2):
-                for e in cutlass.range_constexpr(2 * j, 2 * j + 2):
-                    dk_rows[r, e] = dk_rows[r, e] * scale
-        # All of a CTA's products are done with K and V when both groups are here.
-        cute.arch.barrier(barrier_id=_DS_WRITTEN, number_of_threads=_GROUPS * WARP_GROUP)
-        self.to_shared(mma_dk, acc_dk, s_k, store_atom, thread)
-        self.to_shared(mma_dv, acc_dv, s_v, store_atom, thread)
-        cute.arch.fence_view_async_shared()
-        cute.arch.barrier(barrier_id=_DS_WRITTEN, number_of_threads=_GROUPS * WARP_GROUP)
-        if cute.arch.make_warp_uniform(thread // 32) == 0:
-            s_part, g_part = self.views(dk, self.k_tile, s_k, kv_head, batch)
-            cute.copy(dk.atom, s_part[None, 0], g_part[None, n])
-            s_part, g_part = self.views(dv, self.v_tile, s_v, kv_head, batch)
-            cute.copy(dv.atom, s_part[None, 0], g_part[None, n])
-            cute.arch.cp_async_bulk_commit_group()
-        cute.arch.cp_async_bulk_wait_group(0, read=True)
+        s, dp = rmem(of_s, self.ds_tile), rmem(of_s, self.ds_tile)
+        dq = rmem(of_dq, self.config.accumulator(self.width))
+        if cute.size(dq) == cute.size(dp):
+            dq = cute.make_tensor(dp.iterator, dq.layout)
+        if self.by_keys:
+            p = of_dv.make_fragment_A(of_dv.partition_shape_A(self.ds_tile))
+            dv_a = p
+        else:
+            p = cute.make_rmem_tensor(s.layout, self.dtype)
+            dv_a = of_dv.make_fragment_A(of_dv.partition_A(shared.p))
+        values = Values(
+            s,
+            dp,
+            rmem(of_dv, self.v_tile),
+            rmem(of_dk, self.k_tile),
+            dq,
+            p,
+            cute.make_rmem_tensor(s.layout, self.dtype),
+        )
+        ds_t, k_t = transposed(shared.ds), transposed(shared.k)
+        dq_a, dq_b = (k_t, ds_t) if self.config.swapped else (ds_t, k_t)
+        operands = Operands(
+            of_s.make_fragment_A(of_s.partition_A(shared.k))[None, None, None, 0],
+            of_s.make_fragment_B(of_s.partition_B(shared.q)),
+            of_s.make_fragment_A(of_s.partition_A(shared.v))[None, None, None, 0],
+            of_s.make_fragment_B(of_s.partition_B(shared.do)),
+            dv_a,
+            of_dv.make_fragment_B(of_dv.partition_B(transposed(shared.do))),
+            of_dk.make_fragment_A(of_dk.partition_A(shared.ds)),
+            of_dk.make_fragment_B(of_dk.partition_B(transposed(shared.q))),
+            of_dq.make_fragment_A(of_dq.partition_A(dq_a)),
+            of_dq.make_fragment_B(of_dq.partition_B(dq_b)),
+        )
+        of_thread = products.s.get_slice(thread)
+        by_column = cute.make_layout((self.tile_n, self.tile_m, _STAGES), stride=(0, 1, self.tile_m))
+        atom = cute.make_copy_atom(warp.StMatrix8x8x16bOp(transpose=False, num_matrices=4), self.dtype)
+        copy = cute.make_tiled_copy_C(atom, products.s).get_slice(thread)
+        parts = Parts(
+            of_thread.partition_C(cute.make_tensor(shared.lse.iterator, by_column)),
+            of_thread.partition_C(cute.make_tensor(shared.delta.iterator, by_column)),
+            copy,
+            copy.partition_D(shared.p),
+            copy.partition_D(shared.ds),
+            wgmma.rows_view(of_thread.partition_C(cute.make_identity_tensor(self.ds_tile))),
+        )
+        return operands, values, parts
 
     @cute.jit
     def visit(
         self,
+        products: Products,
         operands: Operands,
-        mma_s: cute.TiledMma,
-        mma_dv: cute.TiledMma,
-        mma_dk: cute.TiledMma,
-        mma_dq: cute.TiledMma,
-        acc_s: cute.Tensor,
-        acc_dp: cute.Tensor,
-        acc_dv: cute.Tensor,
-        acc_dk: cute.Tensor,
-        acc_dq: cute.Tensor,
-        coords: cute.Tensor,
-        t_lse: cute.Tensor,
-        t_delta: cute.Tensor,
-        ds_copy: Any,
-        s_ds_parts: cute.Tensor,
-        s_dq: cute.Tensor,
-        dq: cute.Tensor,
-        dq_offset: Int64,
+        values: Values,
+        parts: Parts,
+        dq: sums.Sums,
+        adder: sums.Adder,
         q_pipe: pipeline.PipelineTmaAsync,
         do_pipe: pipeline.PipelineTmaAsync,
         state: pipeline.PipelineState,
+        ahead: pipeline.PipelineState,
+        c: Float32,
+        cap: Float32 | None,
+        limits: Limits,
+        tile: Int64,
+        m: Int32,
+        next_query: Int32,
+        first_key: Int32,
+        warp_group: Int32,
+        more: cutlass.Constexpr,
+    ) -> None:
+        """The rest of one tile of queries, whose P is there and whose dP is under way, and the next one's P."""
+        stage = state.index
+        warpgroup.wait_group(0)
+        self.gradients(values, parts, stage, cap)
+        self.share(values, parts, stage, warp_group)
+        if const_expr(more):
+            q_pipe.consumer_wait(ahead)
+            wgmma.issue(products.s, values.s, operands.k, operands.q[None, None, None, ahead.index], Boolean(False))
+        p = operands.p
+        if const_expr(not self.by_keys):
+            p = operands.p[None, None, None, stage]
+        wgmma.issue(products.dv, values.dv, p, operands.do_t[None, None, None, stage], Boolean(True))
+        ds = operands.ds[None, None, None, stage]
+        wgmma.issue(products.dk, values.dk, ds, operands.q_t[None, None, None, stage], Boolean(True))
+        if const_expr(more):
+            # With a cap this P's registers are those of the one that dV is made from.
+            warpgroup.wait_group(2 if const_expr(cap is None) else 1)
+            self.exponentials(values, parts, ahead.index, c, cap, limits, next_query, first_key)
+        warpgroup.wait_group(1)
+        do_pipe.consumer_release(state)
+        if const_expr(self.by_keys):
+            other = _WRITTEN + (1 - warp_group) * _STAGES + stage
+            cute.arch.barrier(barrier_id=other, number_of_threads=_GROUPS * WARP_GROUP)
+        dq_a, dq_b = operands.dq_a, operands.dq_b
+        if const_expr(self.config.swapped):
+            dq_a, dq_b = dq_a[None, None, None, 0], dq_b[None, None, None, stage]
+        else:
+            dq_a, dq_b = dq_a[None, None, None, stage], dq_b[None, None, None, 0]
+        wgmma.issue(products.dq, values.dq, dq_a, dq_b, Boolean(False))
+        warpgroup.wait_group(1)
+        q_pipe.consumer_release(state)
+        sums.make_room(adder)
+        warpgroup.wait_group(0)
+        earlier = queries.earlier_tiles(m * self.tile_m, first_key, self.tile_n, limits.left)
+        sums.take(adder, values.dq, dq, tile, earlier)
+        if const_expr(more):
+            do_pipe.consumer_wait(ahead)
+            do = operands.do[None, None, None, ahead.index]
+            wgmma.issue(products.s, values.dp, operands.v, do, Boolean(False))
+        sums.send(adder, self.dq_elements, dq, tile, earlier)
+
+    @cute.jit
+    def exponentials(
+        self,
+        values: Values,
+        parts: Parts,
+        stage: Int32,
         c: Float32,
         cap: Float32 | None,
         limits: Limits,
         first_query: Int32,
         first_key: Int32,
-        thread: Int32,
-        warp_group: Int32,
     ) -> None:
-        """One tile of queries: its share of dV and dK, and the group's share of its dQ."""
-        stage = state.index
-        q_pipe.consumer_wait(state)
-        wgmma.issue(mma_s, acc_s, operands.k, operands.q[None, None, None, stage], Boolean(False))
-        do_pipe.consumer_wait(state)
-        wgmma.issue(mma_s, acc_dp, operands.v, operands.do[None, None, None, stage], Boolean(False))
-        warpgroup.wait_group(1)
-        lses = self.of_columns(t_lse, stage)
-        scores, dp = wgmma.rows_view(acc_s), wgmma.rows_view(acc_dp)
-        slopes = None
+        """Turns S into P; with a cap into P times the cap's slope, P itself then goes to its 16 bits already."""
+        lses = self.of_columns(parts.lse, stage)
+        scores = wgmma.rows_view(values.s)
         if const_expr(cap is not None):
             softmax.cap_scores(scores, cap)
-            slopes = cute.make_rmem_tensor(acc_s.layout, Float32)
-            softmax.cap_slopes(acc_s, slopes)
+            softmax.cap_slopes(values.s, values.dp)  # dP's registers are free here
         _, kv_len, right, left = limits
         if not queries.all_seen(first_query, first_key, self.tile_m, self.tile_n, kv_len, right, left):
-            queries.hide_keys(scores, coords, first_query, first_key, kv_len, right, left)
+            queries.hide_keys(scores, parts.coords, first_query, first_key, kv_len, right, left)
         for j in cutlass.range_constexpr(cute.size(scores, mode=[1])):
             for r in cutlass.range_constexpr(2):
                 scores[r, j] = cute.math.exp2(scores[r, j] * c - lses[0, j], fastmath=True)
-        wgmma.to_operand(operands.p, acc_s, self.dtype)
-        warpgroup.wait_group(0)
-        deltas = self.of_columns(t_delta, stage)
-        for j in cutlass.range_constexpr(cute.size(scores, mode=[1])):
-            for r in cutlass.range_constexpr(2):
-                dp[r, j] = scores[r, j] * (dp[r, j] - deltas[0, j])
-        if const_expr(slopes is not None):
-            for e in cutlass.range_constexpr(cute.size(slopes) // 2):
+        if const_expr(cap is not None):
+            wgmma.to_operand(values.p, values.s, self.dtype)
+            for e in cutlass.range_constexpr(cute.size(values.s) // 2):
                 for i in cutlass.range_constexpr(2 * e, 2 * e + 2):
-                    acc_dp[i] = acc_dp[i] * slopes[i]
-        wgmma.to_operand(operands.ds, acc_dp, self.dtype)
-        cute.copy(ds_copy, self.as_stored(ds_copy, operands.ds, acc_dp), s_ds_parts[None, None, None, stage])
-        wgmma.issue(mma_dv, acc_dv, operands.p, operands.do_t[None, None, None, stage], Boolean(True))
+                    values.s[i] = values.s[i] * values.dp[i]
+
+    @cute.jit
+    def gradients(self, values: Values, parts: Parts, stage: Int32, cap: Float32 | None) -> None:
+        """P and dS in 16 bits."""
+        deltas = self.of_columns(parts.delta, stage)
+        p, dp = wgmma.rows_view(values.s), wgmma.rows_view(values.dp)
+        if const_expr(cap is None):
+            wgmma.to_operand(values.p, values.s, self.dtype)
+        for j in cutlass.range_constexpr(cute.size(p, mode=[1])):
+            for r in cutlass.range_constexpr(2):
+                dp[r, j] = p[r, j] * (dp[r, j] - deltas[0, j])
+        wgmma.to_operand(values.ds, values.dp, self.dtype)
+
+    @cute.jit
+    def share(self, values: Values, parts: Parts, stage: Int32, warp_group: Int32) -> None:
+        """Writes dS^T, and P^T where the products do not take it from registers, for both groups."""
+        cute.copy(parts.copy, parts.copy.retile(values.ds), parts.ds[None, None, None, stage])
+        if const_expr(not self.by_keys):
+            cute.copy(parts.copy, parts.copy.retile(values.p), parts.p[None, None, None, stage])
         cute.arch.fence_view_async_shared()
-        cute.arch.barrier(barrier_id=_DS_WRITTEN, number_of_threads=_GROUPS * WARP_GROUP)
-        wgmma.issue(mma_dq, acc_dq, operands.ds_shared[None, None, None, stage], operands.k_t, Boolean(False))
-        warpgroup.wait_group(1)
-        do_pipe.consumer_release(state)
-        wgmma.issue(mma_dk, acc_dk, operands.ds, operands.q_t[None, None, None, stage], Boolean(True))
-        warpgroup.wait_group(1)
-        self.add_dq(acc_dq, s_dq, dq, dq_offset, thread, warp_group)
-        warpgroup.wait_group(0)
-        q_pipe.consumer_release(state)
+        if const_expr(self.by_keys):
+            # dK takes what its own group wrote; the other's is awaited before dQ.
+            cute.arch.barrier(barrier_id=_OWN + warp_group, number_of_threads=WARP_GROUP)
+            own = _WRITTEN + warp_group * _STAGES + stage
+            cute.arch.barrier_arrive(barrier_id=own, number_of_threads=_GROUPS * WARP_GROUP)
+        else:
+            cute.arch.barrier(barrier_id=_BOTH, number_of_threads=_GROUPS * WARP_GROUP)
 
     def of_columns(self, tensor: cute.Tensor, stage: Int32) -> cute.Tensor:
         """The values of a thread's columns, in registers."""
@@ -546,41 +704,44 @@ class Backward:
         cute.autovec_copy(part, values)
         return wgmma.rows_view(values)
 
-    def as_stored(self, copy: Any, operand: cute.Tensor, acc: cute.Tensor) -> cute.Tensor:
-        """The converted accumulator, which the operand's registers are, in the copy's order."""
-        return copy.retile(cute.make_tensor(operand.iterator, acc.layout))
+    # ----------------------------------------------------------------------------------------------- the epilogue
 
     @cute.jit
-    def add_dq(
-        self, acc: cute.Tensor, s_dq: cute.Tensor, dq: cute.Tensor, offset: Int64, thread: Int32, warp_group: Int32
+    def store(
+        self,
+        products: Products,
+        values: Values,
+        shared: Shared,
+        dk: Moved,
+        dv: Moved,
+        scale: Float32,
+        n: Int32,
+        batch: Int32,
+        kv_head: Int32,
+        thread: Int32,
     ) -> None:
-        """Adds a group's dQ to the accumulator in memory, through the group's part of shared memory."""
-        barrier = {"barrier_id": _DQ + warp_group, "number_of_threads": WARP_GROUP}
-        lane = thread % WARP_GROUP
-        cute.arch.cp_async_bulk_wait_group(0, read=True)  # whoever issued the addition before waits here
-        cute.arch.barrier(**barrier)
-        for i in cutlass.range_constexpr(self.dq_elements // 512):
-            four = cute.make_tensor(acc.iterator + 4 * i, cute.make_layout(4))
-            cute.autovec_copy(four, s_dq[None, lane, i])
+        """DK and dV through the memory of K and V, and by TMA stores, which know the bounds."""
+        for e in cutlass.range_constexpr(cute.size(values.dk) // 2):
+            for i in cutlass.range_constexpr(2 * e, 2 * e + 2):
+                values.dk[i] = values.dk[i] * scale
+        both = {"barrier_id": _BOTH, "number_of_threads": _GROUPS * WARP_GROUP}
+        cute.arch.barrier(**both)  # all products are done with K and V
+        self.to_shared(products.dk, values.dk, shared.k, thread)
+        self.to_shared(products.dv, values.dv, shared.v, thread)
         cute.arch.fence_view_async_shared()
-        cute.arch.barrier(**barrier)
-        if lane == 0:
-            target = dq.iterator + offset + warp_group * self.dq_elements
-            primitives.cp_reduce_async_bulk_global_shared_cta(
-                target,
-                s_dq.iterator,
-                4 * self.dq_elements,
-                op=primitives.CpReduceOp.ADD,
-                type=primitives.CpReduceType.F32,
-            )
+        cute.arch.barrier(**both)
+        if cute.arch.make_warp_uniform(thread // 32) == 0:
+            s_part, g_part = self.views(dk, self.k_tile, shared.k, kv_head, batch)
+            cute.copy(dk.atom, s_part[None, 0], g_part[None, n])
+            s_part, g_part = self.views(dv, self.v_tile, shared.v, kv_head, batch)
+            cute.copy(dv.atom, s_part[None, 0], g_part[None, n])
             cute.arch.cp_async_bulk_commit_group()
 
     @cute.jit
-    def to_shared(
-        self, mma: cute.TiledMma, acc: cute.Tensor, shared: cute.Tensor, atom: cute.CopyAtom, thread: Int32
-    ) -> None:
+    def to_shared(self, mma: cute.TiledMma, acc: cute.Tensor, shared: cute.Tensor, thread: Int32) -> None:
         """An accumulator in 16 bits, to shared memory."""
         low = cute.make_rmem_tensor(acc.layout, self.dtype)
         wgmma.to_operand(low, acc, self.dtype)
+        atom = cute.make_copy_atom(warp.StMatrix8x8x16bOp(transpose=False, num_matrices=4), self.dtype)
         copy = cute.make_tiled_copy_C(atom, mma).get_slice(thread)
         cute.copy(copy, copy.retile(low), copy.partition_D(shared[None, None, 0]))

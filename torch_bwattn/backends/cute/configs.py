@@ -5,6 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from ...problem import Problem
+from .parts.accumulators import Accumulator
+
+WIDEST = 256
+"""Columns of Q, K and V that kernels take."""
+
+SLAB = 64
+"""Rows of one warp group's matrix instruction."""
 
 
 @dataclass(frozen=True)
@@ -36,17 +43,77 @@ class ForwardConfig:
 
 @dataclass(frozen=True)
 class BackwardConfig:
-    """A config of the backward kernel; a program has 128 keys.
+    """A config of the backward kernel.
 
     Attributes:
         tile_m: Queries of a visit.
-        width: Columns of Q, K, dQ and dK in shared memory, at least their own.
-        value_width: Of V, dO and dV.
+        tile_n: Keys of a program: 128, of which each of two groups has half, or 64, of which each has half the columns.
+        direct: dQ is added from registers, not from shared memory.
     """
 
     tile_m: int
+    tile_n: int
+    direct: bool
+
+    def __str__(self) -> str:
+        return f"{self.tile_m}x{self.tile_n}, dQ from {'registers' if self.direct else 'shared memory'}"
+
+    @property
+    def by_keys(self) -> bool:
+        """Whether each group has keys of its own."""
+        return self.tile_n == 2 * SLAB
+
+    @property
+    def swapped(self) -> bool:
+        """Whether dQ is computed transposed, (columns, queries)."""
+        return self.tile_m % SLAB != 0
+
+    @property
+    def dq_split(self) -> str:
+        """What of dQ's product tells the two groups apart."""
+        return "rows" if self.swapped or self.tile_m == 2 * SLAB else "columns"
+
+    def accumulator(self, width: int) -> tuple[int, int]:
+        """Rows and columns of a tile of dQ."""
+        return (width, self.tile_m) if self.swapped else (self.tile_m, width)
+
+
+@dataclass(frozen=True)
+class PostprocessConfig:
+    """What shapes the code of the kernel that finishes dQ.
+
+    Attributes:
+        arch: 80, 90 or 100, of the kernel that filled the accumulator.
+        tile_m: Queries of a tile.
+        width: Columns of the accumulator, at least head_dim.
+        threads: 128 or 256, of the product and of this kernel.
+        split: What tells the two groups of 256 threads apart, in the product's own rows and columns.
+        swapped: The product was (width, queries).
+    """
+
+    arch: int
+    tile_m: int
     width: int
-    value_width: int
+    threads: int = 128
+    split: str = "rows"
+    swapped: bool = False
+
+    @property
+    def accumulator(self) -> Accumulator:
+        """Of a tile."""
+        sizes = (self.width, self.tile_m) if self.swapped else (self.tile_m, self.width)
+        return Accumulator(self.arch, *sizes, self.threads, self.split)
+
+
+def why_no_postprocess(dtype: str, head_dim: int, config: PostprocessConfig) -> str | None:
+    """Why the kernel does not exist, or None: what ``Postprocess`` asks for before anything is compiled."""
+    if dtype not in ("float16", "bfloat16"):
+        return f"dtype: expected float16 or bfloat16, got {dtype}"
+    if head_dim % 8 or not 0 < head_dim <= WIDEST:
+        return f"head_dim: expected a multiple of 8 up to {WIDEST}, got {head_dim}"
+    if config.width < head_dim:
+        return f"width: expected at least head_dim {head_dim}, got {config.width}"
+    return config.accumulator.why_not() or None
 
 
 @dataclass(frozen=True)
@@ -71,8 +138,17 @@ class ForwardFeatures:
         return self.right or self.left
 
 
-SLAB = 64
-"""Queries of one consumer warp group."""
+@dataclass(frozen=True)
+class BackwardFeatures:
+    """What shapes the backward kernel's code beside its config; as :class:`ForwardFeatures`."""
+
+    dtype: str
+    head_dim: int
+    value_dim: int
+    right: bool = False
+    left: bool = False
+    softcap: bool = False
+    deterministic: bool = False
 
 
 def packed_heads(problem: Problem) -> int:
@@ -146,6 +222,10 @@ _WIDTH_256 = ForwardConfig(128, 80, 2, ping_pong=False)
 """B2 H16: 737 / 706 [717 / 686]. With turns 731 / 707, clusters of 2 761 against 770 in another run. Nothing larger
 leaves registers or shared memory."""
 
+_BACKWARD_64 = BackwardConfig(128, 128, direct=False)
+_BACKWARD_128 = BackwardConfig(64, 128, direct=False)
+_BACKWARD_WIDE = BackwardConfig(64, 64, direct=True)
+
 CLUSTER_ROWS = 256
 """Up to so many rows of queries there are no clusters: one CTA of a cluster would have little to do or nothing."""
 
@@ -182,3 +262,38 @@ def counts_tiles(problem: Problem) -> bool:
     packed = packed_heads(problem)
     tiles = -(-problem.q_len * packed // forward(problem).tile_m) * (problem.heads // packed) * problem.batch
     return features(problem).limited and tiles > SMS
+
+
+def backward_features(problem: Problem) -> BackwardFeatures:
+    """The backward's features of a problem."""
+    return BackwardFeatures(
+        dtype=str(problem.dtype).removeprefix("torch."),
+        head_dim=problem.head_dim,
+        value_dim=problem.value_dim,
+        right=problem.diagonal is not None,
+        left=problem.low_diagonal is not None,
+        softcap=problem.softcap is not None,
+        deterministic=problem.deterministic,
+    )
+
+
+def backward_widths(features: BackwardFeatures) -> tuple[int, int]:
+    """Columns of Q, K, dQ and dK, and of V, dO and dV, that the backward computes with."""
+    width, value_width = (-(-width // SLAB) * SLAB for width in (features.head_dim, features.value_dim))
+    return width, value_width
+
+
+def postprocess(problem: Problem) -> PostprocessConfig:
+    """How the accumulator that the backward fills is finished."""
+    config, (width, _) = backward(problem), backward_widths(backward_features(problem))
+    return PostprocessConfig(90, config.tile_m, width, 256, config.dq_split, config.swapped)
+
+
+def backward(problem: Problem) -> BackwardConfig:
+    """The backward's config."""
+    width = max(problem.head_dim, problem.value_dim)
+    if width > 2 * SLAB:
+        return _BACKWARD_WIDE
+    if width > SLAB or problem.softcap is not None:
+        return _BACKWARD_128
+    return _BACKWARD_64

@@ -31,7 +31,7 @@ from .parts import keys, schedule, softmax, wgmma
 
 WARP_GROUP = 128
 LOG2_E = 1.4426950408889634
-_DTYPES = {"bfloat16": cutlass.BFloat16, "float16": cutlass.Float16}
+DTYPES = {"bfloat16": cutlass.BFloat16, "float16": cutlass.Float16}
 _REGISTERS = {1: (56, 256), 2: (24, 240), 3: (32, 160)}
 """Of a producer's and of a consumer's thread, by consumer groups: together at most the 64 Ki of an SM."""
 _TURN = 1  # the first of the named barriers by which groups take turns; one a group
@@ -94,7 +94,7 @@ class Forward:
 
     def __init__(self, features: ForwardFeatures, config: ForwardConfig) -> None:
         self.features, self.config = features, config
-        self.dtype = _DTYPES[features.dtype]
+        self.dtype = DTYPES[features.dtype]
         self.tile_m, self.tile_n, self.stages = config.tile_m, config.tile_n, config.num_stages
         self.groups = config.tile_m // SLAB
         self.takes_turns = config.ping_pong and self.groups > 1

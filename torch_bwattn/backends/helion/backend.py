@@ -16,7 +16,7 @@ from torch import Tensor
 from ...layout import dense_strides
 from ...problem import Problem
 from ...target import capability
-from .. import reference
+from .. import reference, sinks
 from ..base import Backend, BackwardFn, BackwardInputs, ForwardFn, ForwardInputs, Grads, Verdict, Wanted, no, yes
 from . import configs, loader
 
@@ -82,13 +82,6 @@ def _switches(problem: Problem) -> dict[str, Any]:
     }
 
 
-def _sees_one_key(problem: Problem) -> bool:
-    """Whether no row sees more than one key, by the number of keys or by the window."""
-    if problem.diagonal is not None and problem.low_diagonal is not None and problem.diagonal <= problem.low_diagonal:
-        return True
-    return problem.kv_len == 1
-
-
 class _Forward:
     """One problem's forward: allocation and launch, decided at the first call."""
 
@@ -143,9 +136,7 @@ class _Backward:
 
     def __call__(self, x: BackwardInputs, wanted: Wanted) -> Grads:
         problem = self.problem
-        if problem.sink_dtype is None and _sees_one_key(problem):
-            # The softmax over one key is constant: dq and dk are exactly those of lse, where delta would leave
-            # rounding.
+        if problem.sees_one_key:  # delta would leave rounding in what is exactly 0
             return reference.backward(problem, x, wanted)
         module = self._module or self._prepare(x)
         q, k, v = x.q, x.k, x.v
@@ -163,7 +154,7 @@ class _Backward:
             dmask = self._mask_grad(x.mask, operands)
         if wanted[4] and x.sink is not None:
             norm, delta, excess = terms
-            dsink = module.sink_gradient(x.sink, norm, delta, excess, self._options[2])
+            dsink = sinks.gradient(x.sink, norm, delta, excess, self._options[2])
         return dq, dk, dv, dmask, dsink
 
     def _prepare(self, x: BackwardInputs) -> ModuleType:

@@ -12,7 +12,7 @@ the gradients for given do_i and dlse_i are (Dao et al., 2022; the dlse term bec
     dv_j  = g * sum_i keep_ij P_ij do_i     dk_j = c * sum_i dS_ij q_i      dq_i = c * sum_j dS_ij k_j
 
 With a soft cap the last two take dS_ij * (1 - tanh_ij^2). A sink is in lse, so in P, and has no other part in them; its
-own gradient, :func:`sink_gradient`, needs the row terms alone: -sum_i exp(sink - lse_i) * delta_i.
+own gradient, :func:`..sinks.gradient`, needs the row terms alone: -sum_i exp(sink - lse_i) * delta_i.
 
 P is recomputed from lse, nothing of size M x N is stored. The factor g is taken out of the loops: kernels work with
 ``dS_ij / g = P_ij * (keep_ij do_i . v_j - delta_i / g)`` and multiply their sums by g once, so "delta" below is
@@ -525,28 +525,6 @@ def row_copies_for(config: Mapping[str, Any]) -> int:
     """
     copies = 32 * int(config.get("num_warps", 4)) // int(config["block_sizes"][1])
     return max(1, copies)
-
-
-def sink_gradient(
-    sink: torch.Tensor,
-    norm: torch.Tensor,
-    delta: torch.Tensor,
-    excess: torch.Tensor | None,
-    keep_scale: float,
-) -> torch.Tensor:
-    """The gradient of a sink [Hq] from the row terms, in the sink's dtype; summed in fp32, in a fixed order.
-
-    Args:
-        sink: The forward's.
-        norm: From :func:`attention_delta`, [B, Hq, M].
-        delta: From :func:`attention_delta`, [B, Hq, M].
-        excess: From :func:`attention_excess` with an additive mask, else None.
-        keep_scale: 1 / (1 - dropout_p), or 1.
-    """
-    logit = sink.to(torch.float32).unsqueeze(1)
-    exponent = logit * parts.LOG2E - norm if excess is None else (logit - norm) * parts.LOG2E - excess
-    p = torch.exp2(exponent)
-    return ((p * delta).sum((0, 2)) * -keep_scale).to(sink.dtype)
 
 
 def options(

@@ -38,6 +38,13 @@ def query_tiles(
     return QueryTiles(begin, (cutlass.max(end, 0) + (tile_m - 1)) // tile_m)
 
 
+def earlier_tiles(first_query: Int32, first_key: Int32, tile_n: int, left: Int32 | None) -> Int32:
+    """How many tiles of earlier keys are seen by some query of the tile that this tile of keys is seen by."""
+    if const_expr(left is None):
+        return first_key // tile_n
+    return first_key // tile_n - cutlass.max(first_query - left, 0) // tile_n
+
+
 @cute.jit
 def all_seen(
     first_query: Int32,

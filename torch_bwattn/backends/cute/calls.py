@@ -1,0 +1,228 @@
+"""How a call reaches the kernels: keys, allocation and launches."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...layout import dense_strides, empty_like_order
+from ...problem import Problem
+from .. import reference, sinks
+from ..base import BackwardInputs, ForwardInputs, Grads, Wanted
+from . import configs
+from .compile import Build, KernelKey, compiled
+
+ARCH = "sm_90a"
+
+
+def forward_key(problem: Problem) -> KernelKey:
+    """What decides the code of a problem's forward."""
+    return KernelKey("forward_sm90", ARCH, (configs.features(problem), configs.forward(problem)))
+
+
+def forward_build(problem: Problem) -> Build:
+    """Makes the kernel that belongs to the key, for the compiler."""
+    features, config = configs.features(problem), configs.forward(problem)
+
+    def build() -> tuple[Any, tuple[Any, ...]]:
+        from .forward_sm90 import Forward
+
+        kernel = Forward(features, config)
+        return kernel, kernel.fake_arguments()
+
+    return build
+
+
+_launched: set[KernelKey] = set()
+"""Kernels that ran: their code is on the device, and a graph capture may hold them."""
+
+
+def _refuse_during_capture(key: KernelKey) -> None:
+    if torch.cuda.is_current_stream_capturing() and key not in _launched:
+        raise RuntimeError(
+            f"sdpa: expected {key.name} to have run before a CUDA graph captures it, but this is its first call with "
+            "these features; make one call of this kind before the capture"
+        )
+
+
+_View = tuple[tuple[int, ...], tuple[int, ...]]
+
+
+def _view_for_tma(tensor: Tensor) -> _View | None:
+    """Sizes and strides to view a tensor with, or None where it does as it is.
+
+    A dimension of size 1 may have any stride, but TMA's descriptor takes multiples of 16 bytes only.
+    """
+    per_16_bytes = 16 // tensor.element_size()
+    if all(step % per_16_bytes == 0 for step in tensor.stride()[:3]):
+        return None
+    strides = (step if size > 1 else per_16_bytes for size, step in zip(tensor.shape, tensor.stride(), strict=True))
+    return tuple(tensor.shape), (*tuple(strides)[:3], tensor.stride(3))
+
+
+class Forward:
+    """One problem's forward, for tensors of one layout: allocation and one launch, decided at the first call."""
+
+    def __init__(self, problem: Problem) -> None:
+        self.problem = problem
+        self._launch: Any = None
+        self._out: tuple[Any, ...] | None = None
+        self._lse: tuple[int, ...] = ()
+        self._views: tuple[_View | None, ...] | None = None
+        self._options: tuple[Any, ...] = ()
+        self._counts = 0
+        self._counter: Any = None
+
+    def __call__(self, x: ForwardInputs) -> tuple[Tensor, Tensor]:
+        if self._launch is None:
+            self._prepare(x)
+        q, k, v = x.q, x.k, x.v
+        # Where it will do, empty_like: of all ways to allocate it costs the host the least.
+        if self._out is None:
+            out = torch.empty_like(q)
+        else:
+            out = torch.empty_strided(*self._out, dtype=q.dtype, device=q.device)
+        lse = torch.empty(self._lse, dtype=torch.float32, device=q.device)
+        if self._views is not None:
+            q, k, v = (
+                t if view is None else t.as_strided(*view) for t, view in zip((q, k, v), self._views, strict=True)
+            )
+        sink = None if x.sink is None else x.sink.float().contiguous()
+        scale, softcap, right, left, programs = self._options
+        counter = None if self._counter is None else self._counter(1, dtype=torch.int32, device=q.device)
+        self._launch(q, k, v, out, lse, scale, softcap, sink, right, left, counter, self._counts, programs)
+        return out, lse
+
+    def _prepare(self, x: ForwardInputs) -> None:
+        problem, key, device = self.problem, forward_key(self.problem), x.q.device
+        _refuse_during_capture(key)
+        sizes = (problem.batch, problem.heads, problem.q_len, problem.value_dim)
+        strides = dense_strides(x.q, sizes)
+        self._out = None if (sizes, strides) == (tuple(x.q.shape), x.q.stride()) else (sizes, strides)
+        self._lse = sizes[:3]
+        views = tuple(_view_for_tma(tensor) for tensor in (x.q, x.k, x.v))
+        self._views = views if any(views) else None
+        left = None if problem.low_diagonal is None else -problem.low_diagonal
+        programs = torch.cuda.get_device_properties(device).multi_processor_count
+        self._options = (problem.scale, problem.softcap, problem.diagonal, left, programs)
+        self._counts = int(configs.counts_tiles(problem))
+        if configs.features(problem).limited:
+            # Of each call's own, for nothing else keeps calls in different streams and graphs apart. The kernel takes
+            # one also where it does not count.
+            self._counter = torch.zeros if self._counts else torch.empty
+        self._launch = compiled(key, forward_build(problem))
+        _launched.add(key)
+
+
+def preprocess_key(problem: Problem, wide: bool) -> KernelKey:
+    """What decides the code that prepares a backward; ``wide``: O and dO have contiguous, aligned rows."""
+    dtype = str(problem.dtype).removeprefix("torch.")
+    return KernelKey("backward_preprocess", ARCH, (dtype, problem.value_dim, wide, problem.lse_grad))
+
+
+def backward_key(problem: Problem) -> KernelKey:
+    """What decides the code of a problem's backward."""
+    return KernelKey("backward_sm90", ARCH, (configs.backward_features(problem), configs.backward(problem)))
+
+
+def postprocess_key(problem: Problem) -> KernelKey:
+    """What decides the code that finishes dQ."""
+    dtype = str(problem.dtype).removeprefix("torch.")
+    return KernelKey("backward_postprocess", ARCH, (dtype, problem.head_dim, configs.postprocess(problem)))
+
+
+def build_of(key: KernelKey) -> Build:
+    """Makes the kernel of a backward's key, for the compiler."""
+
+    def build() -> tuple[Any, tuple[Any, ...]]:
+        from .backward_postprocess import Postprocess
+        from .backward_preprocess import Preprocess
+        from .backward_sm90 import Backward as Main
+
+        kinds: dict[str, Any] = {
+            "backward_preprocess": Preprocess,
+            "backward_sm90": Main,
+            "backward_postprocess": Postprocess,
+        }
+        kernel = kinds[key.name](*key.parts)
+        return kernel, kernel.fake_arguments()
+
+    return build
+
+
+def _launch_of(key: KernelKey) -> Any:
+    _refuse_during_capture(key)
+    launch = compiled(key, build_of(key))
+    _launched.add(key)
+    return launch
+
+
+class Backward:
+    """One problem's backward, for tensors of one layout: three launches, decided at the first call.
+
+    The gradient of the result is copied once where its rows do not suit TMA.
+    """
+
+    def __init__(self, problem: Problem) -> None:
+        self.problem = problem
+        self._launches: tuple[Any, Any, Any] | None = None
+        self._wide = False
+        self._copies = False
+        self._layouts: tuple[tuple[Any, Any], ...] = ()
+        self._rows: tuple[int, ...] = ()
+        self._sums = 0
+        self._turns = 0
+        self._options: tuple[Any, ...] = ()
+        self._steps: tuple[int, int] = (0, 0)
+
+    def __call__(self, x: BackwardInputs, wanted: Wanted) -> Grads:
+        problem = self.problem
+        if problem.sees_one_key:  # delta would leave rounding in what is exactly 0
+            return reference.backward(problem, x, wanted)
+        if self._launches is None:
+            self._prepare(x)
+        prepare, main, finish = self._launches  # type: ignore[misc]
+        q, k, v, device = x.q, x.k, x.v, x.q.device
+        do = empty_like_order(x.out, problem.value_dim).copy_(x.grad_out) if self._copies else x.grad_out
+        norm, delta = (torch.empty(self._rows, dtype=torch.float32, device=device) for _ in range(2))
+        prepare(x.out, do, x.lse, x.grad_lse, norm, delta)
+        sums = torch.zeros(self._sums, dtype=torch.float32, device=device)
+        turns = torch.zeros(self._turns, dtype=torch.int32, device=device) if self._turns else None
+        dq, dk, dv = (t.new_empty_strided(*layout) for t, layout in zip((q, k, v), self._layouts, strict=True))
+        for_tma = (t if (view := _view_for_tma(t)) is None else t.as_strided(*view) for t in (q, k, v, do, dk, dv))
+        q, k, v, do, dk_view, dv_view = for_tma
+        main(q, k, v, do, norm, delta, dk_view, dv_view, sums, turns, *self._options)
+        if wanted[0]:
+            view = _view_for_tma(dq)
+            target = dq if view is None else dq.as_strided(*view)
+            finish(sums, target, *self._steps, problem.scale, None, None, problem.batch, problem.q_len)
+        dsink = sinks.gradient(x.sink, norm, delta) if wanted[4] and x.sink is not None else None
+        return dq, dk, dv, None, dsink
+
+    def _prepare(self, x: BackwardInputs) -> None:
+        problem, config = self.problem, configs.backward(self.problem)
+        self._copies = not _for_bulk_copies(x.grad_out)
+        self._wide = _for_bulk_copies(x.out)
+        tiles = -(-problem.q_len // config.tile_m)
+        self._rows = (problem.batch, problem.heads, tiles * config.tile_m)
+        width, _ = configs.backward_widths(configs.backward_features(problem))
+        of_head = tiles * config.tile_m * width
+        self._steps = problem.heads * of_head, of_head
+        self._sums = problem.batch * problem.heads * of_head
+        self._turns = 2 * problem.batch * problem.heads * tiles if problem.deterministic else 0
+        self._layouts = tuple((tuple(t.shape), dense_strides(t, t.shape)) for t in (x.q, x.k, x.v))
+        left = None if problem.low_diagonal is None else -problem.low_diagonal
+        self._options = problem.scale, problem.softcap, problem.diagonal, left
+        keys = preprocess_key(problem, self._wide), backward_key(problem), postprocess_key(problem)
+        prepare, main, finish = map(_launch_of, keys)
+        self._launches = prepare, main, finish
+
+
+def _for_bulk_copies(tensor: Tensor) -> bool:
+    """Whether TMA takes a tensor, and 16-byte loads its rows."""
+    per_16_bytes = 16 // tensor.element_size()
+    outer = zip(tensor.shape[:3], tensor.stride()[:3], strict=True)
+    fits = all(step % per_16_bytes == 0 for size, step in outer if size > 1)
+    return fits and tensor.stride(3) == 1 and tensor.data_ptr() % 16 == 0
