@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from tests.strategies import share
 from tests.support.calls import Call, Mask, Operand, Sink, Tensors, build, lay_out
 from tests.support.philox import keep_mask
+from torch_bwattn.backends import sinks
 from torch_bwattn.problem import describe
 from torch_bwattn.testing import Results, judge, oracle, pt_reference
 

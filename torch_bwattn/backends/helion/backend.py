@@ -165,7 +165,9 @@ class _Backward:
         self._layouts = tuple((tuple(t.shape), dense_strides(t, t.shape)) for t in (x.q, x.k, x.v))
         return module
 
-    def _row_terms(self, module: ModuleType, x: BackwardInputs, mask: Tensor | None) -> tuple[Tensor | None, ...]:
+    def _row_terms(
+        self, module: ModuleType, x: BackwardInputs, mask: Tensor | None
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
         scale, _, keep_scale, diagonal, causal, low_diagonal, softcap = self._options
         lse = x.lse.contiguous()
         dlse = None if x.grad_lse is None else x.grad_lse.contiguous()
