@@ -43,6 +43,7 @@ _STAGES = 2
 _OWN = 1  # the first of the named barriers that join a group's warps
 _BOTH = 3  # that joins both groups
 _WRITTEN = 4  # the first of those by which a group tells the other that its dS^T is written: one a group and stage
+_ADDERS = 1  # the first of the warps beside the producer that add a group's dQ
 
 
 class Shared(NamedTuple):
@@ -56,6 +57,19 @@ class Shared(NamedTuple):
     p: cute.Tensor
     lse: cute.Tensor
     delta: cute.Tensor
+    next_tile: cute.Tensor
+    dk: cute.Tensor
+    dv: cute.Tensor
+
+
+class Tile(NamedTuple):
+    """A tile of keys, and the tiles of queries [begin, end) that see some of it."""
+
+    n: Int32
+    batch: Int32
+    kv_head: Int32
+    begin: Int32
+    end: Int32
 
 
 class Pipes(NamedTuple):
@@ -123,6 +137,7 @@ class Backward:
         self.tile_m, self.tile_n = config.tile_m, config.tile_n
         self.width, self.value_width = backward_widths(features)
         self.by_keys = config.by_keys
+        self.limited = features.right or features.left  # so that tiles of keys differ in their queries
         self.k_tile, self.v_tile = (self.tile_n, self.width), (self.tile_n, self.value_width)
         self.q_tile, self.do_tile = (self.tile_m, self.width), (self.tile_m, self.value_width)
         self.ds_tile = (self.tile_n, self.tile_m)
@@ -193,9 +208,6 @@ class Backward:
             strides = (cute.sym_int64(divisibility=4), cute.sym_int64(divisibility=4), 1)
             return cute.runtime.make_fake_tensor(Float32, (batch, q_heads, padded), strides, assumed_align=16)
 
-        def vector(kind: Any) -> cute.Tensor:
-            return cute.runtime.make_fake_tensor(kind, (cute.sym_int64(),), (1,), assumed_align=16)
-
         d, dv = features.head_dim, features.value_dim
         return (
             operand(q_heads, q_len, d),
@@ -206,12 +218,12 @@ class Backward:
             rows(),
             operand(kv_heads, kv_len, d),
             operand(kv_heads, kv_len, dv),
-            vector(Float32),
-            vector(Int32) if features.deterministic else None,
+            cute.runtime.make_fake_tensor(Float32, (cute.sym_int64(),), (1,), assumed_align=16),
             Float32(1.0),
             Float32(1.0) if features.softcap else None,
             Int32(0) if features.right else None,
             Int32(0) if features.left else None,
+            Int32(132),
             cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True),
         )
 
@@ -227,17 +239,17 @@ class Backward:
         dk: cute.Tensor,
         dv: cute.Tensor,
         dq: cute.Tensor,
-        turns: cute.Tensor | None,
         scale: Float32,
         softcap: Float32 | None,
         right: Int32 | None,
         left: Int32 | None,
+        programs: Int32,
         stream: cuda.CUstream,
     ) -> None:
         """Launches the kernel.
 
-        ``[B, H, S, D]`` tensors of any strides; ``dq`` is the zeroed accumulator. ``turns``, where results are to be
-        repeatable, has an int32 of 0 for each tile of queries and group.
+        ``[B, H, S, D]`` tensors of any strides. ``dq`` has :func:`.configs.backward_workspace` elements, which are 0.
+        ``programs`` is the number of SMs.
         """
         batch, heads, kv_heads = q.shape[0], q.shape[1], k.shape[1]
         q_len, kv_len = q.shape[2], k.shape[2]
@@ -251,13 +263,19 @@ class Backward:
             return Moved(*cpasync.make_tiled_tma_atom(op, tensor, cute.select(layout, mode=[0, 1]), tile))
 
         ds_elements = cute.cosize(ds_layout)
-        p_elements, dq_elements = (0 if self.by_keys else ds_elements), _GROUPS * self.dq_elements
+        p_elements, dq_elements = ds_elements, 0
+        if const_expr(self.by_keys):
+            p_elements = 0
+        if const_expr(not self.config.direct):
+            # dV goes out through it.
+            dq_elements = max(_GROUPS * self.dq_elements, self.tile_n * self.value_width // 2)
 
         @cute.struct
         class Storage:
             kv_barriers: cute.struct.MemRange[Int64, 4]
             q_barriers: cute.struct.MemRange[Int64, 2 * _STAGES]
             do_barriers: cute.struct.MemRange[Int64, 2 * _STAGES]
+            next_tile: cute.struct.MemRange[Int32, 4]
             lse: cute.struct.Align[cute.struct.MemRange[Float32, _STAGES * self.tile_m], 128]
             delta: cute.struct.Align[cute.struct.MemRange[Float32, _STAGES * self.tile_m], 128]
             k: cute.struct.Align[cute.struct.MemRange[self.dtype, cute.cosize(k_layout)], 1024]
@@ -266,7 +284,7 @@ class Backward:
             do: cute.struct.Align[cute.struct.MemRange[self.dtype, cute.cosize(do_layout)], 1024]
             ds: cute.struct.Align[cute.struct.MemRange[self.dtype, ds_elements], 1024]
             p: cute.struct.Align[cute.struct.MemRange[self.dtype, p_elements], 1024]
-            dq: cute.struct.Align[cute.struct.MemRange[Float32, 0 if self.config.direct else dq_elements], 1024]
+            dq: cute.struct.Align[cute.struct.MemRange[Float32, dq_elements], 1024]
 
         self.storage = Storage
         c, cap = scale * LOG2_E, None
@@ -276,6 +294,10 @@ class Backward:
         group = heads // kv_heads
         bytes_of_query = 2 * (self.features.head_dim + self.features.value_dim) + 4 * self.width
         order = schedule.make_order(n_tiles, kv_heads, kv_heads, batch, Int64(q_len) * group * bytes_of_query)
+        slots = Int64(batch * heads) * m_tiles * _GROUPS
+        whole = cute.recast_ptr(dq.iterator + slots * self.dq_elements, dtype=Int32)
+        turns = whole if const_expr(self.features.deterministic) else None
+        counter = whole + slots if const_expr(self.features.deterministic) else whole
         self.kernel(
             self.products(),
             moved(read, q, q_layout, self.q_tile),
@@ -286,7 +308,8 @@ class Backward:
             moved(write, dv, v_layout, self.v_tile),
             lse,
             delta,
-            sums.Sums(dq, turns),
+            sums.Sums(dq.iterator, turns),
+            cute.make_tensor(counter, cute.make_layout(1)) if const_expr(self.limited) else None,
             scale,
             c,
             cap,
@@ -295,7 +318,7 @@ class Backward:
             group,
             m_tiles,
         ).launch(
-            grid=(order.total, 1, 1),
+            grid=(cutlass.min(programs, order.total), 1, 1),
             block=(WARP_GROUP * (_GROUPS + 1), 1, 1),
             stream=stream,
             min_blocks_per_mp=1,
@@ -314,6 +337,7 @@ class Backward:
         lse: cute.Tensor,
         delta: cute.Tensor,
         dq: sums.Sums,
+        counter: cute.Tensor | None,
         scale: Float32,
         c: Float32,
         cap: Float32 | None,
@@ -330,54 +354,95 @@ class Backward:
         s_p = s_ds
         if const_expr(not self.by_keys):
             s_p = storage.p.get_tensor(ds_layout.outer, swizzle=ds_layout.inner)
+        s_k = storage.k.get_tensor(k_layout.outer, swizzle=k_layout.inner)
+        s_v = storage.v.get_tensor(v_layout.outer, swizzle=v_layout.inner)
+        s_dk, s_dv = s_k, s_v
+        if const_expr(not self.config.direct):
+            s_dk = cute.make_tensor(cute.recast_ptr(storage.ds.data_ptr(), k_layout.inner, self.dtype), k_layout.outer)
+            s_dv = cute.make_tensor(cute.recast_ptr(storage.dq.data_ptr(), v_layout.inner, self.dtype), v_layout.outer)
         shared = Shared(
             storage.q.get_tensor(q_layout.outer, swizzle=q_layout.inner),
-            storage.k.get_tensor(k_layout.outer, swizzle=k_layout.inner),
-            storage.v.get_tensor(v_layout.outer, swizzle=v_layout.inner),
+            s_k,
+            s_v,
             storage.do.get_tensor(do_layout.outer, swizzle=do_layout.inner),
             s_ds,
             s_p,
             storage.lse.get_tensor(vectors),
             storage.delta.get_tensor(vectors),
+            storage.next_tile.get_tensor(cute.make_layout(1)),
+            s_dk,
+            s_dv,
         )
         if warp_index == 0:
             for moved in (q, k, v, do, dk, dv):
                 cpasync.prefetch_descriptor(moved.atom)
         width, vector_bytes = self.dtype.width // 8, self.tile_m * 4
+        consumers = WARP_GROUP // 32 * _GROUPS
+        adders = 0 if self.config.direct else _GROUPS
+        q_bytes, do_bytes = self.tile_m * self.width * width, self.tile_m * self.value_width * width
         pipes = Pipes(
-            self.pipe(storage.q_barriers.data_ptr(), _STAGES, self.tile_m * self.width * width + vector_bytes),
-            self.pipe(storage.do_barriers.data_ptr(), _STAGES, self.tile_m * self.value_width * width + vector_bytes),
-            self.pipe(storage.kv_barriers.data_ptr(), 1, self.tile_n * self.width * width),
-            self.pipe(storage.kv_barriers.data_ptr() + 2, 1, self.tile_n * self.value_width * width),
+            self.pipe(storage.q_barriers.data_ptr(), _STAGES, q_bytes + vector_bytes, consumers),
+            self.pipe(storage.do_barriers.data_ptr(), _STAGES, do_bytes + vector_bytes, consumers),
+            self.pipe(storage.kv_barriers.data_ptr(), 1, self.tile_n * self.width * width, consumers + adders),
+            self.pipe(storage.kv_barriers.data_ptr() + 2, 1, self.tile_n * self.value_width * width, consumers),
         )
         pipeline.pipeline_init_arrive(is_relaxed=True)
         pipeline.pipeline_init_wait()
-        tile = schedule.tile_at(order, cute.arch.block_idx()[0])
-        n = order.m_tiles - 1 - tile.m_index  # under causality the first keys have the most queries
-        q_len, kv_len, right, left = limits
-        tiles = queries.query_tiles(n * self.tile_n, self.tile_m, self.tile_n, q_len, kv_len, right, left)
         if warp_index < WARP_GROUP // 32:
             cute.arch.setmaxregister_decrease(_REGISTERS[0])
             if warp_index == 0:
-                self.produce(q, k, v, do, lse, delta, shared, pipes, tiles, n, tile.batch, tile.kv_head, group)
+                self.produce(q, k, v, do, lse, delta, shared, pipes, limits, order, group, counter)
+            if const_expr(not self.config.direct):
+                if warp_index >= _ADDERS:  # noqa: SIM102 (joined, the two would both be decided when run)
+                    if warp_index < _ADDERS + _GROUPS:
+                        self.add(dq, storage.dq, shared.next_tile, pipes, limits, order, group, m_tiles, warp_index)
         else:
             cute.arch.setmaxregister_increase(_REGISTERS[1])
-            self.consume(
-                products, dk, dv, dq, shared, storage.dq, pipes, scale, c, cap, limits, tiles, n, tile.batch,
-                tile.kv_head, group, order.heads.divisor, m_tiles,
-            )  # fmt: skip
+            self.consume(products, dk, dv, dq, shared, storage.dq, pipes, scale, c, cap, limits, order, group, m_tiles)
 
-    def pipe(self, barriers: Any, stages: int, tx_count: int) -> pipeline.PipelineTmaAsync:
-        """A ring that one warp fills and all consumer warps free."""
+    def pipe(self, barriers: Any, stages: int, tx_count: int, warps: int) -> pipeline.PipelineTmaAsync:
+        """A ring that one warp fills and so many free."""
         threads = pipeline.Agent.Thread
         return pipeline.PipelineTmaAsync.create(
             barrier_storage=barriers,
             num_stages=stages,
             producer_group=pipeline.CooperativeGroup(threads, 1),
-            consumer_group=pipeline.CooperativeGroup(threads, WARP_GROUP // 32 * _GROUPS),
+            consumer_group=pipeline.CooperativeGroup(threads, warps),
             tx_count=tx_count,
             defer_sync=True,
         )
+
+    # -------------------------------------------------------------------------------------- what all roles agree on
+
+    def tile_of(self, order: schedule.TileOrder, index: Int32, limits: Limits) -> Tile:
+        """A program's tile of keys by its number, and the queries that see some of it.
+
+        Under causality the first keys have the most queries, and go first, unless the order of the sums is the other
+        way.
+        """
+        tile = schedule.tile_at(order, index)
+        n = tile.m_index
+        if const_expr(not (self.features.deterministic and self.features.right)):
+            n = order.m_tiles - 1 - n
+        q_len, kv_len, right, left = limits
+        seen = queries.query_tiles(n * self.tile_n, self.tile_m, self.tile_n, q_len, kv_len, right, left)
+        return Tile(n, tile.batch, tile.kv_head, seen.begin, seen.end)
+
+    @cute.jit
+    def awaited_tile(
+        self, next_tile: cute.Tensor, k_pipe: pipeline.PipelineTmaAsync, state: pipeline.PipelineState
+    ) -> Int32:
+        """The number of the next tile, with which its K has come."""
+        k_pipe.consumer_wait(state)
+        index = Int32(0)
+        if cute.arch.lane_idx() == 0:  # the lane that frees the place
+            index = next_tile[0]
+        return cute.arch.shuffle_sync(index, 0)
+
+    def before(self, tile: Tile, m: Int32, limits: Limits) -> Int32:
+        """How many programs add to a tile of queries before this one."""
+        _, kv_len, right, left = limits
+        return queries.tiles_before(m * self.tile_m, self.tile_m, tile.n, self.tile_n, kv_len, right, left)
 
     def views(
         self, moved: Moved, tile: tuple[int, int], shared: cute.Tensor, head: Int32, batch: Int32
@@ -400,40 +465,68 @@ class Backward:
         delta: cute.Tensor,
         shared: Shared,
         pipes: Pipes,
-        tiles: queries.QueryTiles,
-        n: Int32,
-        batch: Int32,
-        kv_head: Int32,
+        limits: Limits,
+        order: schedule.TileOrder,
         group: Int32,
+        counter: cute.Tensor | None,
     ) -> None:
-        """Loads K and V once, and Q with lse, dO with delta of every visited tile of queries."""
+        """Loads K and V once a tile, and Q with lse, dO with delta of every visited tile of queries.
+
+        A tile's number goes along with its K, and the number past the last tile, which ends the program, without.
+        """
         q_pipe, do_pipe, k_pipe, v_pipe = pipes
         kind = pipeline.PipelineUserType.Producer
         once = pipeline.make_pipeline_state(kind, 1)
         state = pipeline.make_pipeline_state(kind, _STAGES)
         vector = cute.make_copy_atom(cpasync.CopyBulkG2SOp(), Float32, num_bits_per_copy=32 * self.tile_m)
-        if tiles.begin < tiles.end:
-            self.load(k.atom, self.views(k, self.k_tile, shared.k, kv_head, batch), n, k_pipe, once)
+        index = cute.arch.block_idx()[0]
+        while index < order.total:
+            tile = self.tile_of(order, index, limits)
+            self.announce(index, shared.next_tile, k_pipe, once)
+            self.load(k.atom, self.views(k, self.k_tile, shared.k, tile.kv_head, tile.batch), tile.n, k_pipe, once)
+            v_due = Boolean(True)
             for g in cutlass.range(group, unroll=1):
-                head = kv_head * group + g
-                q_views = self.views(q, self.q_tile, shared.q, head, batch)
-                do_views = self.views(do, self.do_tile, shared.do, head, batch)
-                lse_tiles = cute.local_tile(lse[batch, head, None], (self.tile_m,), (None,))
-                delta_tiles = cute.local_tile(delta[batch, head, None], (self.tile_m,), (None,))
-                for m in cutlass.range(tiles.begin, tiles.end, unroll=1):
+                head = tile.kv_head * group + g
+                q_views = self.views(q, self.q_tile, shared.q, head, tile.batch)
+                do_views = self.views(do, self.do_tile, shared.do, head, tile.batch)
+                lse_tiles = cute.local_tile(lse[tile.batch, head, None], (self.tile_m,), (None,))
+                delta_tiles = cute.local_tile(delta[tile.batch, head, None], (self.tile_m,), (None,))
+                for m in cutlass.range(tile.begin, tile.end, unroll=1):
                     self.load(q.atom, q_views, m, q_pipe, state)
                     with cute.arch.elect_one():
                         barrier = q_pipe.producer_get_barrier(state)
                         cute.copy(vector, lse_tiles[None, m], shared.lse[None, state.index], mbar_ptr=barrier)
-                    if g == 0:  # noqa: SIM102 (joined, the two would both be evaluated)
-                        if m == tiles.begin:
-                            v_views = self.views(v, self.v_tile, shared.v, kv_head, batch)
-                            self.load(v.atom, v_views, n, v_pipe, once)
+                    if v_due:
+                        v_views = self.views(v, self.v_tile, shared.v, tile.kv_head, tile.batch)
+                        self.load(v.atom, v_views, tile.n, v_pipe, once)
+                        v_due = Boolean(False)
                     self.load(do.atom, do_views, m, do_pipe, state)
                     with cute.arch.elect_one():
                         barrier = do_pipe.producer_get_barrier(state)
                         cute.copy(vector, delta_tiles[None, m], shared.delta[None, state.index], mbar_ptr=barrier)
                     state.advance()
+            if v_due:
+                v_views = self.views(v, self.v_tile, shared.v, tile.kv_head, tile.batch)
+                self.load(v.atom, v_views, tile.n, v_pipe, once)
+            once.advance()
+            index = schedule.next_index(index, cute.arch.grid_dim()[0], counter, Int32(1))
+        self.announce(index, shared.next_tile, k_pipe, once)
+        if cute.arch.lane_idx() == 0:
+            cute.arch.mbarrier_arrive(k_pipe.producer_get_barrier(once))
+
+    @cute.jit
+    def announce(
+        self,
+        index: Int32,
+        next_tile: cute.Tensor,
+        k_pipe: pipeline.PipelineTmaAsync,
+        once: pipeline.PipelineState,
+    ) -> None:
+        """Leaves a tile's number, once all are done with the K before."""
+        k_pipe.sync_object_empty.wait(once.index, once.phase)
+        if cute.arch.lane_idx() == 0:
+            next_tile[0] = index
+        cute.arch.sync_warp()
 
     @cute.jit
     def load(
@@ -451,6 +544,40 @@ class Backward:
     # ----------------------------------------------------------------------------------------------- the consumers
 
     @cute.jit
+    def add(
+        self,
+        dq: sums.Sums,
+        dq_memory: Any,
+        next_tile: cute.Tensor,
+        pipes: Pipes,
+        limits: Limits,
+        order: schedule.TileOrder,
+        group: Int32,
+        m_tiles: Int32,
+        warp_index: Int32,
+    ) -> None:
+        """A group's adder: what the group makes of dQ, visit by visit."""
+        _, _, k_pipe, _ = pipes
+        warp_group = warp_index - _ADDERS
+        own = dq_memory.data_ptr() + cute.assume(warp_group * self.dq_elements, divby=256)
+        once = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, 1)
+        index = self.awaited_tile(next_tile, k_pipe, once)
+        while index < order.total:
+            tile = self.tile_of(order, index, limits)
+            k_pipe.consumer_release(once)
+            once.advance()
+            last = Int64(-1)
+            for g in cutlass.range(group, unroll=1):
+                head = Int64((tile.batch * order.heads.divisor + tile.kv_head) * group + g)
+                for m in cutlass.range(tile.begin, tile.end, unroll=1):
+                    slot = (head * m_tiles + m) * _GROUPS + warp_group
+                    before = self.before(tile, m, limits)
+                    sums.deliver(own, self.dq_elements, dq, slot, before, warp_group, last)
+                    last = slot
+            sums.finish(dq, last)
+            index = self.awaited_tile(next_tile, k_pipe, once)
+
+    @cute.jit
     def consume(
         self,
         products: Products,
@@ -464,12 +591,8 @@ class Backward:
         c: Float32,
         cap: Float32 | None,
         limits: Limits,
-        tiles: queries.QueryTiles,
-        n: Int32,
-        batch: Int32,
-        kv_head: Int32,
+        order: schedule.TileOrder,
         group: Int32,
-        kv_heads: Int32,
         m_tiles: Int32,
     ) -> None:
         """One group's share of all visits."""
@@ -480,41 +603,68 @@ class Backward:
         own = None
         if const_expr(not self.config.direct):
             own = dq_memory.data_ptr() + cute.assume(warp_group * self.dq_elements, divby=256)
-        adder = sums.Adder(_OWN + warp_group, warp_group, thread % WARP_GROUP, own)
-        values.dv.fill(0.0)
-        values.dk.fill(0.0)
         kind = pipeline.PipelineUserType.Consumer
         once = pipeline.make_pipeline_state(kind, 1)
         state = pipeline.make_pipeline_state(kind, _STAGES)
-        first_key, m = n * self.tile_n, tiles.begin
-        head = (batch * kv_heads + kv_head) * group
-        visits = (tiles.end - tiles.begin) * group
-        if visits > 0:
-            k_pipe.consumer_wait(once)
-            q_pipe.consumer_wait(state)
-            wgmma.issue(products.s, values.s, operands.k, operands.q[None, None, None, state.index], Boolean(False))
-            v_pipe.consumer_wait(once)
-            do_pipe.consumer_wait(state)
-            wgmma.issue(products.s, values.dp, operands.v, operands.do[None, None, None, state.index], Boolean(False))
-            warpgroup.wait_group(0)
-            self.exponentials(values, parts, state.index, c, cap, limits, m * self.tile_m, first_key)
-            for _ in cutlass.range(visits - 1, unroll=1):
-                next_m, next_head = m + 1, head
-                if next_m == tiles.end:
-                    next_m, next_head = tiles.begin, head + 1
-                ahead = state.clone()
-                ahead.advance()
+        index = self.awaited_tile(shared.next_tile, k_pipe, once)
+        while index < order.total:
+            tile = self.tile_of(order, index, limits)
+            values.dv.fill(0.0)
+            values.dk.fill(0.0)
+            first_key, m = tile.n * self.tile_n, tile.begin
+            head = (tile.batch * order.heads.divisor + tile.kv_head) * group
+            visits = (tile.end - tile.begin) * group
+            if visits > 0:
+                q_pipe.consumer_wait(state)
+                q_now = operands.q[None, None, None, state.index]
+                wgmma.issue(products.s, values.s, operands.k, q_now, Boolean(False))
+                warpgroup.wait_group(0)
+                self.exponentials(values, parts, state.index, c, cap, limits, m * self.tile_m, first_key)
+                v_pipe.consumer_wait(once)
+                do_pipe.consumer_wait(state)
+                do_now = operands.do[None, None, None, state.index]
+                wgmma.issue(products.s, values.dp, operands.v, do_now, Boolean(False))
+                self.await_stores()
+                for i in cutlass.range(visits - 1, unroll=1):
+                    next_m, next_head = m + 1, head
+                    if next_m == tile.end:
+                        next_m, next_head = tile.begin, head + 1
+                    ahead = state.clone()
+                    ahead.advance()
+                    slot = (Int64(head) * m_tiles + m) * _GROUPS + warp_group
+                    self.visit(
+                        products, operands, values, parts, dq, own, slot, self.before(tile, m, limits), q_pipe, do_pipe,
+                        state, ahead, c, cap, limits, next_m * self.tile_m, first_key, thread, warp_group, i > 0, True,
+                    )  # fmt: skip
+                    m, head, state = next_m, next_head, ahead
+                slot = (Int64(head) * m_tiles + m) * _GROUPS + warp_group
                 self.visit(
-                    products, operands, values, parts, dq, adder, q_pipe, do_pipe, state, ahead, c, cap, limits,
-                    Int64(head) * m_tiles + m, m, next_m * self.tile_m, first_key, warp_group, True,
+                    products, operands, values, parts, dq, own, slot, self.before(tile, m, limits), q_pipe, do_pipe,
+                    state, state, c, cap, limits, Int32(0), first_key, thread, warp_group, visits > 1, False,
                 )  # fmt: skip
-                m, head, state = next_m, next_head, ahead
-            self.visit(
-                products, operands, values, parts, dq, adder, q_pipe, do_pipe, state, state, c, cap, limits,
-                Int64(head) * m_tiles + m, m, Int32(0), first_key, warp_group, False,
-            )  # fmt: skip
-        self.store(products, values, shared, dk, dv, scale, n, batch, kv_head, thread)
-        sums.finish()
+                state.advance()
+            else:
+                v_pipe.consumer_wait(once)
+                self.await_stores()
+            if const_expr(not self.config.direct):
+                k_pipe.consumer_release(once)
+                v_pipe.consumer_release(once)
+                if visits > 0:
+                    sums.await_memory(warp_group)
+            self.store(products, values, shared, dk, dv, scale, tile, thread)
+            if const_expr(self.config.direct):
+                self.await_stores()
+                k_pipe.consumer_release(once)
+                v_pipe.consumer_release(once)
+            once.advance()
+            index = self.awaited_tile(shared.next_tile, k_pipe, once)
+        cute.arch.cp_async_bulk_wait_group(0, read=True)
+
+    @cute.jit
+    def await_stores(self) -> None:
+        """Both groups wait until dK and dV of the tile before have left the memory they go out through."""
+        cute.arch.cp_async_bulk_wait_group(0, read=True)  # only who issued them has something to wait for
+        cute.arch.barrier(barrier_id=_BOTH, number_of_threads=_GROUPS * WARP_GROUP)
 
     def registers(
         self, products: Products, shared: Shared, thread: Int32, warp_group: Int32
@@ -584,7 +734,9 @@ class Backward:
         values: Values,
         parts: Parts,
         dq: sums.Sums,
-        adder: sums.Adder,
+        own: cute.Pointer | None,
+        slot: Int64,
+        before: Int32,
         q_pipe: pipeline.PipelineTmaAsync,
         do_pipe: pipeline.PipelineTmaAsync,
         state: pipeline.PipelineState,
@@ -592,14 +744,17 @@ class Backward:
         c: Float32,
         cap: Float32 | None,
         limits: Limits,
-        tile: Int64,
-        m: Int32,
         next_query: Int32,
         first_key: Int32,
+        thread: Int32,
         warp_group: Int32,
+        written: Boolean,
         more: cutlass.Constexpr,
     ) -> None:
-        """The rest of one tile of queries, whose P is there and whose dP is under way, and the next one's P."""
+        """The rest of one tile of queries, whose P is there and whose dP is under way, and the next one's P.
+
+        ``written`` says whether a visit before has left its dQ in the group's memory.
+        """
         stage = state.index
         warpgroup.wait_group(0)
         self.gradients(values, parts, stage, cap)
@@ -630,15 +785,20 @@ class Backward:
         wgmma.issue(products.dq, values.dq, dq_a, dq_b, Boolean(False))
         warpgroup.wait_group(1)
         q_pipe.consumer_release(state)
-        sums.make_room(adder)
-        warpgroup.wait_group(0)
-        earlier = queries.earlier_tiles(m * self.tile_m, first_key, self.tile_n, limits.left)
-        sums.take(adder, values.dq, dq, tile, earlier)
+        if const_expr(own is not None):
+            if written:
+                sums.await_memory(warp_group)
+            warpgroup.wait_group(0)
+            sums.write(values.dq, own, thread % WARP_GROUP)
+        else:
+            warpgroup.wait_group(0)
+            sums.add(values.dq, dq, slot, before, thread % WARP_GROUP, _OWN + warp_group)
         if const_expr(more):
             do_pipe.consumer_wait(ahead)
             do = operands.do[None, None, None, ahead.index]
             wgmma.issue(products.s, values.dp, operands.v, do, Boolean(False))
-        sums.send(adder, self.dq_elements, dq, tile, earlier)
+        if const_expr(own is not None):
+            sums.hand_over(warp_group)
 
     @cute.jit
     def exponentials(
@@ -715,26 +875,24 @@ class Backward:
         dk: Moved,
         dv: Moved,
         scale: Float32,
-        n: Int32,
-        batch: Int32,
-        kv_head: Int32,
+        tile: Tile,
         thread: Int32,
     ) -> None:
-        """DK and dV through the memory of K and V, and by TMA stores, which know the bounds."""
+        """Lets dK and dV out through memory that the products are done with, by TMA stores, which know the bounds."""
         for e in cutlass.range_constexpr(cute.size(values.dk) // 2):
             for i in cutlass.range_constexpr(2 * e, 2 * e + 2):
                 values.dk[i] = values.dk[i] * scale
         both = {"barrier_id": _BOTH, "number_of_threads": _GROUPS * WARP_GROUP}
-        cute.arch.barrier(**both)  # all products are done with K and V
-        self.to_shared(products.dk, values.dk, shared.k, thread)
-        self.to_shared(products.dv, values.dv, shared.v, thread)
+        cute.arch.barrier(**both)
+        self.to_shared(products.dk, values.dk, shared.dk, thread)
+        self.to_shared(products.dv, values.dv, shared.dv, thread)
         cute.arch.fence_view_async_shared()
         cute.arch.barrier(**both)
         if cute.arch.make_warp_uniform(thread // 32) == 0:
-            s_part, g_part = self.views(dk, self.k_tile, shared.k, kv_head, batch)
-            cute.copy(dk.atom, s_part[None, 0], g_part[None, n])
-            s_part, g_part = self.views(dv, self.v_tile, shared.v, kv_head, batch)
-            cute.copy(dv.atom, s_part[None, 0], g_part[None, n])
+            s_part, g_part = self.views(dk, self.k_tile, shared.dk, tile.kv_head, tile.batch)
+            cute.copy(dk.atom, s_part[None, 0], g_part[None, tile.n])
+            s_part, g_part = self.views(dv, self.v_tile, shared.dv, tile.kv_head, tile.batch)
+            cute.copy(dv.atom, s_part[None, 0], g_part[None, tile.n])
             cute.arch.cp_async_bulk_commit_group()
 
     @cute.jit

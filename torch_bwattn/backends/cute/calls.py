@@ -172,8 +172,7 @@ class Backward:
         self._copies = False
         self._layouts: tuple[tuple[Any, Any], ...] = ()
         self._rows: tuple[int, ...] = ()
-        self._sums = 0
-        self._turns = 0
+        self._workspace = 0
         self._options: tuple[Any, ...] = ()
         self._steps: tuple[int, int] = (0, 0)
 
@@ -188,12 +187,11 @@ class Backward:
         do = empty_like_order(x.out, problem.value_dim).copy_(x.grad_out) if self._copies else x.grad_out
         norm, delta = (torch.empty(self._rows, dtype=torch.float32, device=device) for _ in range(2))
         prepare(x.out, do, x.lse, x.grad_lse, norm, delta)
-        sums = torch.zeros(self._sums, dtype=torch.float32, device=device)
-        turns = torch.zeros(self._turns, dtype=torch.int32, device=device) if self._turns else None
+        sums = torch.zeros(self._workspace, dtype=torch.float32, device=device)
         dq, dk, dv = (t.new_empty_strided(*layout) for t, layout in zip((q, k, v), self._layouts, strict=True))
         for_tma = (t if (view := _view_for_tma(t)) is None else t.as_strided(*view) for t in (q, k, v, do, dk, dv))
         q, k, v, do, dk_view, dv_view = for_tma
-        main(q, k, v, do, norm, delta, dk_view, dv_view, sums, turns, *self._options)
+        main(q, k, v, do, norm, delta, dk_view, dv_view, sums, *self._options)
         if wanted[0]:
             view = _view_for_tma(dq)
             target = dq if view is None else dq.as_strided(*view)
@@ -207,14 +205,12 @@ class Backward:
         self._wide = _for_bulk_copies(x.out)
         tiles = -(-problem.q_len // config.tile_m)
         self._rows = (problem.batch, problem.heads, tiles * config.tile_m)
-        width, _ = configs.backward_widths(configs.backward_features(problem))
-        of_head = tiles * config.tile_m * width
+        self._workspace, of_head = configs.backward_workspace(problem)
         self._steps = problem.heads * of_head, of_head
-        self._sums = problem.batch * problem.heads * of_head
-        self._turns = 2 * problem.batch * problem.heads * tiles if problem.deterministic else 0
         self._layouts = tuple((tuple(t.shape), dense_strides(t, t.shape)) for t in (x.q, x.k, x.v))
         left = None if problem.low_diagonal is None else -problem.low_diagonal
-        self._options = problem.scale, problem.softcap, problem.diagonal, left
+        programs = torch.cuda.get_device_properties(x.q.device).multi_processor_count
+        self._options = problem.scale, problem.softcap, problem.diagonal, left, programs
         keys = preprocess_key(problem, self._wide), backward_key(problem), postprocess_key(problem)
         prepare, main, finish = map(_launch_of, keys)
         self._launches = prepare, main, finish

@@ -38,11 +38,15 @@ def query_tiles(
     return QueryTiles(begin, (cutlass.max(end, 0) + (tile_m - 1)) // tile_m)
 
 
-def earlier_tiles(first_query: Int32, first_key: Int32, tile_n: int, left: Int32 | None) -> Int32:
-    """How many tiles of earlier keys are seen by some query of the tile that this tile of keys is seen by."""
-    if const_expr(left is None):
-        return first_key // tile_n
-    return first_key // tile_n - cutlass.max(first_query - left, 0) // tile_n
+def tiles_before(
+    first_query: Int32, tile_m: int, n: Int32, tile_n: int, kv_len: Int32, right: Int32 | None, left: Int32 | None
+) -> Int32:
+    """How many tiles of keys add to a tile of queries before tile ``n`` does (:mod:`.sums`)."""
+    if const_expr(right is not None):
+        return cutlass.min(first_query + tile_m - 1 + right, kv_len - 1) // tile_n - n
+    if const_expr(left is not None):
+        return n - cutlass.max(first_query - left, 0) // tile_n
+    return n
 
 
 @cute.jit

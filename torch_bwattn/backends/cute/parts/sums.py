@@ -2,130 +2,130 @@
 
 A tile of queries has, of each of two groups of warps, the group's registers, four floats of a thread side by side: so
 128 threads add to 512 floats in a row. A group adds straight from its registers, 16 bytes a thread, or writes them to
-shared memory, from where one instruction adds them all while the group goes on.
+shared memory, from where a warp of its own, the adder, has them added while the group goes on.
 
-For repeatable results programs add to a tile in the order of their keys, one after the other: ``turns`` says for each
-tile and group how many have. A program's turn always comes, since those before it have lower block numbers and have
-been started.
+For repeatable results programs add to a tile in a fixed order, one after the other: ``turns`` says for each tile and
+group how many have. Where later keys are limited, that is from the last keys to the first, in which order their
+programs come to a tile by themselves, the last one first; else from the first to the last. A program's turn always
+comes, since those before it have been started earlier.
 """
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import cutlass
 from cutlass import Int32, Int64, const_expr, cute
 from cutlass.experimental import primitives
 
-_GROUPS, _WARP_GROUP = 2, 128
+_GROUPS, _WARP_GROUP, _WARP = 2, 128, 32
 _AT_ONCE = 4 * _WARP_GROUP
+_TAKEN = 8  # the first of the named barriers at which a group's memory is its own again
+_WRITTEN = 10  # the first of those at which it is the adder's
 
 
 class Sums(NamedTuple):
-    """The sums: ``elements`` of each group, of each tile of queries; ``turns`` where results are to be repeatable."""
+    """The sums, of each group of each tile of queries, and the turns where results are to be repeatable."""
 
-    memory: cute.Tensor
-    turns: cute.Tensor | None
-
-
-class Adder(NamedTuple):
-    """One group's way to the sums.
-
-    ``barrier_id`` joins its warps; ``shared`` is memory of its own, or None where it adds from registers.
-    """
-
-    barrier_id: Int32
-    group: Int32
-    lane: Int32
-    shared: Any
+    memory: cute.Pointer
+    turns: cute.Pointer | None
 
 
 @cute.jit
-def join(adder: Adder) -> None:
-    """All of the group's warps are here."""
-    cute.arch.barrier(barrier_id=adder.barrier_id, number_of_threads=_WARP_GROUP)
-
-
-@cute.jit
-def make_room(adder: Adder) -> None:
-    """Waits until what was added before has been read."""
-    if const_expr(adder.shared is not None):
-        cute.arch.cp_async_bulk_wait_group(0, read=True)  # only who issued it has something to wait for
-        join(adder)
-
-
-@cute.jit
-def take(adder: Adder, acc: cute.Tensor, sums: Sums, tile: Int64, earlier: Int32) -> None:
-    """Takes a group's registers; after it they may be overwritten. ``earlier`` programs add to the tile before."""
+def add(acc: cute.Tensor, sums: Sums, slot: Int64, earlier: Int32, lane: Int32, barrier: Int32) -> None:
+    """Adds a group's registers. ``slot`` numbers tiles and groups; ``barrier`` joins the group."""
     elements = cute.size(acc) * _WARP_GROUP
-    if const_expr(adder.shared is None):
-        await_turn(adder, sums, tile, earlier)
-        address = (sums.memory.iterator + ((tile * _GROUPS + adder.group) * elements + adder.lane * 4)).toint()
-        for i in cutlass.range_constexpr(elements // _AT_ONCE):
-            cute.arch.inline_ptx(
-                "red.relaxed.gpu.global.add.v4.f32 [{$r0}], {{$r1}, {$r2}, {$r3}, {$r4}};",
-                read_only_args=[address + 4 * _AT_ONCE * i, *(acc[4 * i + j] for j in range(4))],
-            )
+    if const_expr(sums.turns is not None):
+        if lane == 0:
+            spin(sums, slot, earlier)
+        cute.arch.barrier(barrier_id=barrier, number_of_threads=_WARP_GROUP)
+    address = (sums.memory + (slot * elements + lane * 4)).toint()
+    for i in cutlass.range_constexpr(elements // _AT_ONCE):
+        cute.arch.inline_ptx(
+            "red.relaxed.gpu.global.add.v4.f32 [{$r0}], {{$r1}, {$r2}, {$r3}, {$r4}};",
+            read_only_args=[address + 4 * _AT_ONCE * i, *(acc[4 * i + j] for j in range(4))],
+        )
+    if const_expr(sums.turns is not None):
+        cute.arch.fence_acq_rel_gpu()
+        cute.arch.barrier(barrier_id=barrier, number_of_threads=_WARP_GROUP)
+        if lane == 0:
+            pass_turn(sums, slot)
+
+
+@cute.jit
+def await_memory(group: Int32) -> None:
+    """A group waits until its memory has been added."""
+    cute.arch.barrier(barrier_id=_TAKEN + group, number_of_threads=_WARP_GROUP + _WARP)
+
+
+@cute.jit
+def write(acc: cute.Tensor, shared: cute.Pointer, lane: Int32) -> None:
+    """A group writes its registers to its memory."""
+    parts = cute.size(acc) // 4
+    target = cute.make_tensor(shared, cute.make_layout((4, _WARP_GROUP, parts)))
+    for i in cutlass.range_constexpr(parts):
+        four = cute.make_tensor(acc.iterator + 4 * i, cute.make_layout(4))
+        cute.autovec_copy(four, target[None, lane, i])
+
+
+@cute.jit
+def hand_over(group: Int32) -> None:
+    """A group leaves its memory to the adder."""
+    cute.arch.fence_view_async_shared()
+    cute.arch.barrier_arrive(barrier_id=_WRITTEN + group, number_of_threads=_WARP_GROUP + _WARP)
+
+
+@cute.jit
+def deliver(
+    shared: cute.Pointer,
+    elements: cutlass.Constexpr,
+    sums: Sums,
+    slot: Int64,
+    earlier: Int32,
+    group: Int32,
+    last: Int64,
+) -> None:
+    """The adder: adds what its group hands over, and passes the turn at ``last``, the slot before, if not negative."""
+    cute.arch.barrier(barrier_id=_WRITTEN + group, number_of_threads=_WARP_GROUP + _WARP)
+    if cute.arch.lane_idx() == 0:
         if const_expr(sums.turns is not None):
-            cute.arch.fence_acq_rel_gpu()
-            join(adder)
-            pass_turn(adder, sums, tile)
-    else:
-        shared = cute.make_tensor(adder.shared, cute.make_layout((4, _WARP_GROUP, elements // _AT_ONCE)))
-        for i in cutlass.range_constexpr(elements // _AT_ONCE):
-            four = cute.make_tensor(acc.iterator + 4 * i, cute.make_layout(4))
-            cute.autovec_copy(four, shared[None, adder.lane, i])
+            spin(sums, slot, earlier)
+        primitives.cp_reduce_async_bulk_global_shared_cta(
+            sums.memory + slot * elements,
+            shared,
+            4 * elements,
+            op=primitives.CpReduceOp.ADD,
+            type=primitives.CpReduceType.F32,
+        )
+        cute.arch.cp_async_bulk_commit_group()
+        if const_expr(sums.turns is not None):  # noqa: SIM102 (joined, the two would be one that is decided when run)
+            if last >= 0:
+                cute.arch.cp_async_bulk_wait_group(1, read=False)
+                pass_turn(sums, last)
+        cute.arch.cp_async_bulk_wait_group(0, read=True)
+    cute.arch.sync_warp()
+    cute.arch.barrier_arrive(barrier_id=_TAKEN + group, number_of_threads=_WARP_GROUP + _WARP)
 
 
 @cute.jit
-def send(adder: Adder, elements: cutlass.Constexpr, sums: Sums, tile: Int64, earlier: Int32) -> None:
-    """Adds what was taken to shared memory."""
-    if const_expr(adder.shared is not None):
-        cute.arch.fence_view_async_shared()
-        join(adder)
-        if adder.lane == 0:
-            spin(adder, sums, tile, earlier)
-            primitives.cp_reduce_async_bulk_global_shared_cta(
-                sums.memory.iterator + (tile * _GROUPS + adder.group) * elements,
-                adder.shared,
-                4 * elements,
-                op=primitives.CpReduceOp.ADD,
-                type=primitives.CpReduceType.F32,
-            )
-            cute.arch.cp_async_bulk_commit_group()
-            if const_expr(sums.turns is not None):
-                cute.arch.cp_async_bulk_wait_group(0, read=False)
-            pass_turn(adder, sums, tile)
-
-
-@cute.jit
-def await_turn(adder: Adder, sums: Sums, tile: Int64, earlier: Int32) -> None:
-    """The whole group waits until ``earlier`` programs have added."""
-    if const_expr(sums.turns is not None):
-        if adder.lane == 0:
-            spin(adder, sums, tile, earlier)
-        join(adder)
-
-
-@cute.jit
-def spin(adder: Adder, sums: Sums, tile: Int64, earlier: Int32) -> None:
-    """One thread waits until ``earlier`` programs have added."""
-    if const_expr(sums.turns is not None):
-        turn = sums.turns.iterator + (tile * _GROUPS + adder.group)
-        done = cute.arch.load(turn, Int32, sem="acquire", scope="gpu")
-        while done != earlier:
-            done = cute.arch.load(turn, Int32, sem="acquire", scope="gpu")
-
-
-@cute.jit
-def pass_turn(adder: Adder, sums: Sums, tile: Int64) -> None:
-    """The next program may add."""
+def finish(sums: Sums, last: Int64) -> None:
+    """The adder: passes the last turn of a program's tile of keys."""
     if const_expr(sums.turns is not None):  # noqa: SIM102 (joined, the two would be one that is decided when run)
-        if adder.lane == 0:
-            turn = sums.turns.iterator + (tile * _GROUPS + adder.group)
-            cute.arch.red(turn, Int32(1), op="add", dtype=Int32, sem="release", scope="gpu")
+        if cute.arch.lane_idx() == 0:
+            if last >= 0:
+                cute.arch.cp_async_bulk_wait_group(0, read=False)
+                pass_turn(sums, last)
 
 
-def finish() -> None:
-    """Waits until all that was added from shared memory has been read."""
-    cute.arch.cp_async_bulk_wait_group(0, read=True)
+@cute.jit
+def spin(sums: Sums, slot: Int64, earlier: Int32) -> None:
+    """One thread waits until so many programs have added."""
+    done = cute.arch.load(sums.turns + slot, Int32, sem="acquire", scope="gpu")
+    while done != earlier:
+        done = cute.arch.load(sums.turns + slot, Int32, sem="acquire", scope="gpu")
+
+
+@cute.jit
+def pass_turn(sums: Sums, slot: Int64) -> None:
+    """The next program may add."""
+    cute.arch.red(sums.turns + slot, Int32(1), op="add", dtype=Int32, sem="release", scope="gpu")
