@@ -42,7 +42,6 @@ _REGISTERS = (24, 240)
 _STAGES = 2
 _OWN = 1  # the first of the named barriers that join a group's warps
 _BOTH = 3  # that joins both groups
-_WRITTEN = 4  # the first of those by which a group tells the other that its dS^T is written: one a group and stage
 _ADDERS = 1  # the first of the warps beside the producer that add a group's dQ
 
 
@@ -60,6 +59,7 @@ class Shared(NamedTuple):
     next_tile: cute.Tensor
     dk: cute.Tensor
     dv: cute.Tensor
+    ds_written: cute.Pointer
 
 
 class Tile(NamedTuple):
@@ -140,7 +140,9 @@ class Backward:
         self.limited = features.right or features.left  # so that tiles of keys differ in their queries
         self.k_tile, self.v_tile = (self.tile_n, self.width), (self.tile_n, self.value_width)
         self.q_tile, self.do_tile = (self.tile_m, self.width), (self.tile_m, self.value_width)
-        self.ds_tile = (self.tile_n, self.tile_m)
+        self.s_tile = (self.tile_n, self.tile_m)
+        # As dQ takes it, where nothing else reads it.
+        self.ds_tile = (self.tile_m, self.tile_n) if self.by_keys else self.s_tile
         self.dq_elements = self.tile_m * self.width // _GROUPS  # of a group
 
     def layouts(self) -> tuple[cute.ComposedLayout, ...]:
@@ -178,7 +180,9 @@ class Backward:
 
         _, dq_columns = self.config.accumulator(self.width)
         dq_groups = by_columns if self.config.dq_split == "columns" else by_rows
-        dq = product(mn_major, mn_major, dq_groups, dq_columns // dq_groups[1], shared)
+        ds_major = k_major if self.by_keys else mn_major
+        majors = (mn_major, ds_major) if self.config.swapped else (ds_major, mn_major)
+        dq = product(*majors, dq_groups, dq_columns // dq_groups[1], shared)
         if not self.by_keys:
             return Products(
                 product(k_major, k_major, by_columns, self.tile_m // _GROUPS, shared),
@@ -189,7 +193,7 @@ class Backward:
         return Products(
             product(k_major, k_major, by_rows, self.tile_m, shared),
             product(k_major, mn_major, by_rows, self.value_width, registers),
-            product(k_major, mn_major, by_rows, self.width, shared),
+            product(k_major, mn_major, by_rows, self.width, registers),
             dq,
         )
 
@@ -275,6 +279,7 @@ class Backward:
             kv_barriers: cute.struct.MemRange[Int64, 4]
             q_barriers: cute.struct.MemRange[Int64, 2 * _STAGES]
             do_barriers: cute.struct.MemRange[Int64, 2 * _STAGES]
+            ds_barriers: cute.struct.MemRange[Int64, _STAGES]
             next_tile: cute.struct.MemRange[Int32, 4]
             lse: cute.struct.Align[cute.struct.MemRange[Float32, _STAGES * self.tile_m], 128]
             delta: cute.struct.Align[cute.struct.MemRange[Float32, _STAGES * self.tile_m], 128]
@@ -372,6 +377,7 @@ class Backward:
             storage.next_tile.get_tensor(cute.make_layout(1)),
             s_dk,
             s_dv,
+            storage.ds_barriers.data_ptr(),
         )
         if warp_index == 0:
             for moved in (q, k, v, do, dk, dv):
@@ -386,6 +392,10 @@ class Backward:
             self.pipe(storage.kv_barriers.data_ptr(), 1, self.tile_n * self.width * width, consumers + adders),
             self.pipe(storage.kv_barriers.data_ptr() + 2, 1, self.tile_n * self.value_width * width, consumers),
         )
+        if warp_index == 0:
+            with cute.arch.elect_one():
+                for stage in cutlass.range_constexpr(_STAGES):
+                    cute.arch.mbarrier_init(storage.ds_barriers.data_ptr() + stage, consumers)
         pipeline.pipeline_init_arrive(is_relaxed=True)
         pipeline.pipeline_init_wait()
         if warp_index < WARP_GROUP // 32:
@@ -434,6 +444,11 @@ class Backward:
     ) -> Int32:
         """The number of the next tile, with which its K has come."""
         k_pipe.consumer_wait(state)
+        return self.number(next_tile)
+
+    @cute.jit
+    def number(self, next_tile: cute.Tensor) -> Int32:
+        """The number that was left with K."""
         index = Int32(0)
         if cute.arch.lane_idx() == 0:  # the lane that frees the place
             index = next_tile[0]
@@ -567,6 +582,8 @@ class Backward:
             k_pipe.consumer_release(once)
             once.advance()
             last = Int64(-1)
+            if tile.begin < tile.end:
+                sums.free_memory(warp_group)
             for g in cutlass.range(group, unroll=1):
                 head = Int64((tile.batch * order.heads.divisor + tile.kv_head) * group + g)
                 for m in cutlass.range(tile.begin, tile.end, unroll=1):
@@ -625,7 +642,7 @@ class Backward:
                 do_now = operands.do[None, None, None, state.index]
                 wgmma.issue(products.s, values.dp, operands.v, do_now, Boolean(False))
                 self.await_stores()
-                for i in cutlass.range(visits - 1, unroll=1):
+                for _ in cutlass.range(visits - 1, unroll=1):
                     next_m, next_head = m + 1, head
                     if next_m == tile.end:
                         next_m, next_head = tile.begin, head + 1
@@ -633,25 +650,27 @@ class Backward:
                     ahead.advance()
                     slot = (Int64(head) * m_tiles + m) * _GROUPS + warp_group
                     self.visit(
-                        products, operands, values, parts, dq, own, slot, self.before(tile, m, limits), q_pipe, do_pipe,
-                        state, ahead, c, cap, limits, next_m * self.tile_m, first_key, thread, warp_group, i > 0, True,
+                        products, operands, values, parts, shared.ds_written, dq, own, slot, self.before(tile, m, limits), q_pipe, do_pipe,
+                        state, ahead, c, cap, limits, next_m * self.tile_m, first_key, thread, warp_group, True,
                     )  # fmt: skip
                     m, head, state = next_m, next_head, ahead
                 slot = (Int64(head) * m_tiles + m) * _GROUPS + warp_group
                 self.visit(
-                    products, operands, values, parts, dq, own, slot, self.before(tile, m, limits), q_pipe, do_pipe,
-                    state, state, c, cap, limits, Int32(0), first_key, thread, warp_group, visits > 1, False,
+                    products, operands, values, parts, shared.ds_written, dq, own, slot, self.before(tile, m, limits), q_pipe, do_pipe,
+                    state, state, c, cap, limits, Int32(0), first_key, thread, warp_group, False,
                 )  # fmt: skip
                 state.advance()
             else:
                 v_pipe.consumer_wait(once)
                 self.await_stores()
+            # Kept in registers through all visits, it would cost more.
+            tile = self.tile_of(order, self.number(shared.next_tile), limits)
             if const_expr(not self.config.direct):
-                k_pipe.consumer_release(once)
                 v_pipe.consumer_release(once)
                 if visits > 0:
                     sums.await_memory(warp_group)
-            self.store(products, values, shared, dk, dv, scale, tile, thread)
+                k_pipe.consumer_release(once)
+            self.store(products, values, shared, dk, dv, scale, tile, wgmma.anchored(thread, tile.n))
             if const_expr(self.config.direct):
                 self.await_stores()
                 k_pipe.consumer_release(once)
@@ -679,27 +698,21 @@ class Backward:
         def rmem(of: Any, shape: tuple[int, int]) -> cute.Tensor:
             return cute.make_rmem_tensor(of.partition_shape_C(shape), Float32)
 
-        s, dp = rmem(of_s, self.ds_tile), rmem(of_s, self.ds_tile)
+        s, dp = rmem(of_s, self.s_tile), rmem(of_s, self.s_tile)
         dq = rmem(of_dq, self.config.accumulator(self.width))
         if cute.size(dq) == cute.size(dp):
             dq = cute.make_tensor(dp.iterator, dq.layout)
+        ds_of_queries = shared.ds if self.by_keys else transposed(shared.ds)
         if self.by_keys:
-            p = of_dv.make_fragment_A(of_dv.partition_shape_A(self.ds_tile))
-            dv_a = p
+            p, ds = (of.make_fragment_A(of.partition_shape_A(self.s_tile)) for of in (of_dv, of_dk))
+            dv_a, dk_a = p, ds
         else:
-            p = cute.make_rmem_tensor(s.layout, self.dtype)
+            p, ds = (cute.make_rmem_tensor(s.layout, self.dtype) for _ in range(2))
             dv_a = of_dv.make_fragment_A(of_dv.partition_A(shared.p))
-        values = Values(
-            s,
-            dp,
-            rmem(of_dv, self.v_tile),
-            rmem(of_dk, self.k_tile),
-            dq,
-            p,
-            cute.make_rmem_tensor(s.layout, self.dtype),
-        )
-        ds_t, k_t = transposed(shared.ds), transposed(shared.k)
-        dq_a, dq_b = (k_t, ds_t) if self.config.swapped else (ds_t, k_t)
+            dk_a = of_dk.make_fragment_A(of_dk.partition_A(shared.ds))
+        values = Values(s, dp, rmem(of_dv, self.v_tile), rmem(of_dk, self.k_tile), dq, p, ds)
+        k_t = transposed(shared.k)
+        dq_a, dq_b = (k_t, ds_of_queries) if self.config.swapped else (ds_of_queries, k_t)
         operands = Operands(
             of_s.make_fragment_A(of_s.partition_A(shared.k))[None, None, None, 0],
             of_s.make_fragment_B(of_s.partition_B(shared.q)),
@@ -707,22 +720,23 @@ class Backward:
             of_s.make_fragment_B(of_s.partition_B(shared.do)),
             dv_a,
             of_dv.make_fragment_B(of_dv.partition_B(transposed(shared.do))),
-            of_dk.make_fragment_A(of_dk.partition_A(shared.ds)),
+            dk_a,
             of_dk.make_fragment_B(of_dk.partition_B(transposed(shared.q))),
             of_dq.make_fragment_A(of_dq.partition_A(dq_a)),
             of_dq.make_fragment_B(of_dq.partition_B(dq_b)),
         )
         of_thread = products.s.get_slice(thread)
         by_column = cute.make_layout((self.tile_n, self.tile_m, _STAGES), stride=(0, 1, self.tile_m))
-        atom = cute.make_copy_atom(warp.StMatrix8x8x16bOp(transpose=False, num_matrices=4), self.dtype)
+        atom = cute.make_copy_atom(warp.StMatrix8x8x16bOp(transpose=self.by_keys, num_matrices=4), self.dtype)
         copy = cute.make_tiled_copy_C(atom, products.s).get_slice(thread)
+        s_ds = copy.partition_D(transposed(shared.ds) if self.by_keys else shared.ds)
         parts = Parts(
             of_thread.partition_C(cute.make_tensor(shared.lse.iterator, by_column)),
             of_thread.partition_C(cute.make_tensor(shared.delta.iterator, by_column)),
             copy,
-            copy.partition_D(shared.p),
-            copy.partition_D(shared.ds),
-            wgmma.rows_view(of_thread.partition_C(cute.make_identity_tensor(self.ds_tile))),
+            s_ds if self.by_keys else copy.partition_D(shared.p),
+            s_ds,
+            wgmma.rows_view(of_thread.partition_C(cute.make_identity_tensor(self.s_tile))),
         )
         return operands, values, parts
 
@@ -733,6 +747,7 @@ class Backward:
         operands: Operands,
         values: Values,
         parts: Parts,
+        ds_written: cute.Pointer,
         dq: sums.Sums,
         own: cute.Pointer | None,
         slot: Int64,
@@ -748,35 +763,29 @@ class Backward:
         first_key: Int32,
         thread: Int32,
         warp_group: Int32,
-        written: Boolean,
         more: cutlass.Constexpr,
     ) -> None:
-        """The rest of one tile of queries, whose P is there and whose dP is under way, and the next one's P.
-
-        ``written`` says whether a visit before has left its dQ in the group's memory.
-        """
+        """The rest of one tile of queries, whose P is there and whose dP is under way, and the next one's P."""
         stage = state.index
         warpgroup.wait_group(0)
         self.gradients(values, parts, stage, cap)
-        self.share(values, parts, stage, warp_group)
-        if const_expr(more):
+        self.share(values, parts, stage, ds_written)
+        overlaps = more and cap is None  # a cap takes the registers that this tile's products read
+        if const_expr(overlaps):
             q_pipe.consumer_wait(ahead)
             wgmma.issue(products.s, values.s, operands.k, operands.q[None, None, None, ahead.index], Boolean(False))
-        p = operands.p
+        p, ds = operands.p, operands.ds
         if const_expr(not self.by_keys):
-            p = operands.p[None, None, None, stage]
+            p, ds = p[None, None, None, stage], ds[None, None, None, stage]
         wgmma.issue(products.dv, values.dv, p, operands.do_t[None, None, None, stage], Boolean(True))
-        ds = operands.ds[None, None, None, stage]
         wgmma.issue(products.dk, values.dk, ds, operands.q_t[None, None, None, stage], Boolean(True))
-        if const_expr(more):
-            # With a cap this P's registers are those of the one that dV is made from.
-            warpgroup.wait_group(2 if const_expr(cap is None) else 1)
+        if const_expr(overlaps):
+            warpgroup.wait_group(2)
             self.exponentials(values, parts, ahead.index, c, cap, limits, next_query, first_key)
-        warpgroup.wait_group(1)
+        warpgroup.wait_group(0 if const_expr(self.config.dq_alone) else 1)
         do_pipe.consumer_release(state)
         if const_expr(self.by_keys):
-            other = _WRITTEN + (1 - warp_group) * _STAGES + stage
-            cute.arch.barrier(barrier_id=other, number_of_threads=_GROUPS * WARP_GROUP)
+            cute.arch.mbarrier_wait(ds_written + stage, state.phase)
         dq_a, dq_b = operands.dq_a, operands.dq_b
         if const_expr(self.config.swapped):
             dq_a, dq_b = dq_a[None, None, None, 0], dq_b[None, None, None, stage]
@@ -786,13 +795,17 @@ class Backward:
         warpgroup.wait_group(1)
         q_pipe.consumer_release(state)
         if const_expr(own is not None):
-            if written:
-                sums.await_memory(warp_group)
+            sums.await_memory(warp_group)
             warpgroup.wait_group(0)
             sums.write(values.dq, own, thread % WARP_GROUP)
         else:
             warpgroup.wait_group(0)
             sums.add(values.dq, dq, slot, before, thread % WARP_GROUP, _OWN + warp_group)
+        if const_expr(more and not overlaps):
+            q_pipe.consumer_wait(ahead)
+            wgmma.issue(products.s, values.s, operands.k, operands.q[None, None, None, ahead.index], Boolean(False))
+            warpgroup.wait_group(0)
+            self.exponentials(values, parts, ahead.index, c, cap, limits, next_query, first_key)
         if const_expr(more):
             do_pipe.consumer_wait(ahead)
             do = operands.do[None, None, None, ahead.index]
@@ -813,7 +826,6 @@ class Backward:
         first_key: Int32,
     ) -> None:
         """Turns S into P; with a cap into P times the cap's slope, P itself then goes to its 16 bits already."""
-        lses = self.of_columns(parts.lse, stage)
         scores = wgmma.rows_view(values.s)
         if const_expr(cap is not None):
             softmax.cap_scores(scores, cap)
@@ -821,6 +833,7 @@ class Backward:
         _, kv_len, right, left = limits
         if not queries.all_seen(first_query, first_key, self.tile_m, self.tile_n, kv_len, right, left):
             queries.hide_keys(scores, parts.coords, first_query, first_key, kv_len, right, left)
+        lses = self.of_columns(parts.lse, stage)
         for j in cutlass.range_constexpr(cute.size(scores, mode=[1])):
             for r in cutlass.range_constexpr(2):
                 scores[r, j] = cute.math.exp2(scores[r, j] * c - lses[0, j], fastmath=True)
@@ -835,25 +848,34 @@ class Backward:
         """P and dS in 16 bits."""
         deltas = self.of_columns(parts.delta, stage)
         p, dp = wgmma.rows_view(values.s), wgmma.rows_view(values.dp)
-        if const_expr(cap is None):
-            wgmma.to_operand(values.p, values.s, self.dtype)
-        for j in cutlass.range_constexpr(cute.size(p, mode=[1])):
-            for r in cutlass.range_constexpr(2):
-                dp[r, j] = p[r, j] * (dp[r, j] - deltas[0, j])
-        wgmma.to_operand(values.ds, values.dp, self.dtype)
+        for block in cutlass.range_constexpr(cute.size(p, mode=[1]) // 2):  # four values, side by side
+            for j in cutlass.range_constexpr(2 * block, 2 * block + 2):
+                for r in cutlass.range_constexpr(2):
+                    dp[r, j] = p[r, j] * (dp[r, j] - deltas[0, j])
+            if const_expr(cap is None):
+                self.four_to_operand(values.p, values.s, block)
+            self.four_to_operand(values.ds, values.dp, block)
 
     @cute.jit
-    def share(self, values: Values, parts: Parts, stage: Int32, warp_group: Int32) -> None:
+    def four_to_operand(self, operand: cute.Tensor, acc: cute.Tensor, block: cutlass.Constexpr) -> None:
+        """Converts four values; in between the arithmetic, so that what they are made from need not be kept."""
+        four = cute.make_layout(4)
+        low = cute.make_tensor(operand.iterator + 4 * block, four)
+        wgmma.to_operand(low, cute.make_tensor(acc.iterator + 4 * block, four), self.dtype)
+
+    @cute.jit
+    def share(self, values: Values, parts: Parts, stage: Int32, ds_written: cute.Pointer) -> None:
         """Writes dS^T, and P^T where the products do not take it from registers, for both groups."""
-        cute.copy(parts.copy, parts.copy.retile(values.ds), parts.ds[None, None, None, stage])
+        ds = cute.make_tensor(values.ds.iterator, values.s.layout)
+        cute.copy(parts.copy, parts.copy.retile(ds), parts.ds[None, None, None, stage])
         if const_expr(not self.by_keys):
             cute.copy(parts.copy, parts.copy.retile(values.p), parts.p[None, None, None, stage])
         cute.arch.fence_view_async_shared()
         if const_expr(self.by_keys):
-            # dK takes what its own group wrote; the other's is awaited before dQ.
-            cute.arch.barrier(barrier_id=_OWN + warp_group, number_of_threads=WARP_GROUP)
-            own = _WRITTEN + warp_group * _STAGES + stage
-            cute.arch.barrier_arrive(barrier_id=own, number_of_threads=_GROUPS * WARP_GROUP)
+            # The next product to read it is dQ, which comes late.
+            cute.arch.sync_warp()
+            if cute.arch.lane_idx() == 0:
+                cute.arch.mbarrier_arrive(ds_written + stage)
         else:
             cute.arch.barrier(barrier_id=_BOTH, number_of_threads=_GROUPS * WARP_GROUP)
 

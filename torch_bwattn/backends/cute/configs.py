@@ -49,11 +49,13 @@ class BackwardConfig:
         tile_m: Queries of a visit.
         tile_n: Keys of a program: 128, of which each of two groups has half, or 64, of which each has half the columns.
         direct: dQ is added from registers, not from shared memory.
+        dq_alone: dQ is computed after dK, not along with it, whose operand's registers it needs.
     """
 
     tile_m: int
     tile_n: int
     direct: bool
+    dq_alone: bool = False
 
     def __str__(self) -> str:
         return f"{self.tile_m}x{self.tile_n}, dQ from {'registers' if self.direct else 'shared memory'}"

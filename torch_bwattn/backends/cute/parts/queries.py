@@ -78,14 +78,25 @@ def hide_keys(
     right: Int32 | None,
     left: Int32 | None,
 ) -> None:
-    """Sets to -inf what is not seen; ``scores`` and ``coords`` are (keys, queries) views of a thread's part."""
+    """Sets to -inf what is not seen.
+
+    ``scores`` and ``coords`` are (keys, queries) views of a thread's part of a matrix product, whose columns are two of
+    every eight. So for a key the queries that see it are a range of the thread's columns, by their distances from the
+    first.
+    """
+    beyond = 8 * cute.size(scores, mode=[1])
+    own = first_query + coords[0, 0][1]
     for r in cutlass.range_constexpr(cute.size(scores, mode=[0])):
         key = first_key + coords[r, 0][0]
+        start, end = Int32(0), Int32(beyond)
+        if const_expr(right is not None):
+            start = key - right - own
+        if const_expr(left is not None):
+            end = key + left - own
+        start = start if key < kv_len else Int32(beyond)
         for c in cutlass.range_constexpr(cute.size(scores, mode=[1])):
-            query = first_query + coords[0, c][1]
-            seen = key < kv_len
-            if const_expr(right is not None):
-                seen = seen and key <= query + right
+            distance = 8 * (c // 2) + c % 2
+            seen = distance >= start
             if const_expr(left is not None):
-                seen = seen and key >= query - left
+                seen = seen and distance <= end
             scores[r, c] = scores[r, c] if seen else -Float32.inf

@@ -76,6 +76,12 @@ def hand_over(group: Int32) -> None:
 
 
 @cute.jit
+def free_memory(group: Int32) -> None:
+    """The adder lets its group write again."""
+    cute.arch.barrier_arrive(barrier_id=_TAKEN + group, number_of_threads=_WARP_GROUP + _WARP)
+
+
+@cute.jit
 def deliver(
     shared: cute.Pointer,
     elements: cutlass.Constexpr,
@@ -104,7 +110,7 @@ def deliver(
                 pass_turn(sums, last)
         cute.arch.cp_async_bulk_wait_group(0, read=True)
     cute.arch.sync_warp()
-    cute.arch.barrier_arrive(barrier_id=_TAKEN + group, number_of_threads=_WARP_GROUP + _WARP)
+    free_memory(group)
 
 
 @cute.jit

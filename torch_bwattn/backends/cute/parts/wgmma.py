@@ -37,10 +37,17 @@ def to_operand(p: cute.Tensor, scores: cute.Tensor, dtype: cutlass.Constexpr) ->
     """
     packed = cute.recast_tensor(p, Int32)
     name = "bf16x2" if const_expr(dtype is cutlass.BFloat16) else "f16x2"
-    for k in cutlass.range_constexpr(cute.size(packed) // 4):
-        for i in cutlass.range_constexpr(4 * k, 4 * k + 4):
+    few = 2 if const_expr(cute.size(packed) % 4) else 4
+    for k in cutlass.range_constexpr(cute.size(packed) // few):
+        for i in cutlass.range_constexpr(few * k, few * k + few):
             packed[i] = cute.arch.inline_ptx(
                 f"cvt.rn.{name}.f32 {{$w0}}, {{$r1}}, {{$r0}};",
                 write_only_types=[Int32],
                 read_only_args=[scores[2 * i], scores[2 * i + 1]],
             )
+
+
+@cute.jit
+def anchored(value: Int32, place: Int32) -> Int32:
+    """The value, as if it depended on ``place``: what follows from it is not computed earlier and kept in registers."""
+    return cute.arch.inline_ptx("mov.b32 {$w0}, {$r0};", write_only_types=[Int32], read_only_args=[value, place])
