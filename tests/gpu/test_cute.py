@@ -2,26 +2,21 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 import pytest
 import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 import torch_bwattn
-from tests.strategies import calls, share
-from tests.support.calls import Call, Operand, Sink
+from tests.gpu.cute_calls import DRAWN_KINDS, SIZED, WIDTHS, drawn_calls, forward_only, sized_calls
+from tests.strategies import share
+from tests.support.calls import Call, Operand
 from tests.support.check import check_call
 from tests.support.poison import poison
 from torch_bwattn.testing import Results, judge, oracle, pt_reference
 
 pytestmark = pytest.mark.gpu
 BF16, FP16 = torch.bfloat16, torch.float16
-NO_GRAD = (False, False, False)
-
-WIDTHS = [(64, 64), (128, 128), (96, 96), (192, 128), (192, 192), (256, 256), (72, 72), (8, 16), (40, 128), (128, 64)]
-DRAWN_KINDS = ("plain", "causal", "window", "sink", "all")
 
 
 @pytest.fixture(autouse=True)
@@ -31,37 +26,12 @@ def _poisoned(monkeypatch: pytest.MonkeyPatch, device: str) -> None:
     poison(monkeypatch)
 
 
-def forward_only(call: Call) -> Call:
-    sink = None if call.sink is None else dataclasses.replace(call.sink, needs_grad=False)
-    return dataclasses.replace(call, needs_grad=NO_GRAD, sink=sink)
-
-
-@st.composite
-def forward_calls(draw: st.DrawFn, width: tuple[int, int], kind: str) -> Call:
-    """A call whose kernel depends on little beside the widths and the kind, for each is a kernel to compile."""
-    dtype = (BF16, FP16)[(WIDTHS.index(width) + DRAWN_KINDS.index(kind)) % 2]
-    inner = "plain" if kind in ("plain", "window", "all") else "causal"
-    options = {"dtype": dtype, "kind": inner, "widths": width[:1], "value_widths": width[1:]}
-    call = draw(calls(**options, needs_kernel=True, features=0))
-    changes: dict[str, object] = {}
-    if kind in ("window", "all"):
-        reach = st.integers(0, max(1, call.key.shape[-2], call.query.shape[-2]))
-        changes["window_size"] = (draw(reach), draw(reach))
-        changes["causal_alignment"] = draw(st.sampled_from(("top_left", "bottom_right")))
-    if kind in ("sink", "all"):
-        content = draw(st.sampled_from(("random", "random", "large", "infinite")))
-        changes["sink"] = Sink(draw(st.sampled_from(("own", "float32"))), content)
-    if kind == "all":
-        changes["softcap"] = draw(st.sampled_from((0.5, 2.0, 15.0, 50.0, 1e6)))
-    return forward_only(dataclasses.replace(call, **changes))
-
-
 @pytest.mark.parametrize("kind", DRAWN_KINDS)
 @pytest.mark.parametrize("width", WIDTHS, ids=str)
 @settings(max_examples=share(0.64))
 @given(data=st.data())
 def test_forward(width, kind, data, device):
-    call = data.draw(forward_calls(width, kind))
+    call = forward_only(data.draw(drawn_calls(width, kind)))
     try:
         with torch_bwattn.backend("cute"):
             check_call(call, device)
@@ -70,43 +40,9 @@ def test_forward(width, kind, data, device):
         raise
 
 
-@pytest.mark.parametrize("width", [64, 128], ids=str)
-@settings(max_examples=share(0.3))
-@given(data=st.data())
-def test_helions_backward_takes_this_forward(width, data, device):
-    call = data.draw(calls(dtype=BF16, kind="causal", widths=(width,), value_widths=(width,)))
-    check_call(call, device)
-
-
-# No multiple of any tile, and long enough for all loops: (queries, keys, heads of a key head).
-SIZES = [(127, 129, 1), (257, 1025, 3), (1, 4097, 4), (33, 777, 8), (2049, 515, 2), (3001, 3001, 1)]
-KINDS = {
-    "plain": {},
-    "causal": {"is_causal": True},
-    "bottom_right": {"is_causal": True, "causal_alignment": "bottom_right"},
-    "window": {"window_size": (100, 30)},
-    "causal_window": {"window_size": (700, 0), "causal_alignment": "bottom_right"},
-    "sink": {"sink": Sink("float32"), "is_causal": True},
-    "softcap": {"softcap": 5.0, "is_causal": True},
-    "all": {"window_size": (150, 60), "softcap": 5.0, "sink": Sink("own", "large")},
-}
-
-
-@pytest.mark.parametrize(
-    ("width", "kind"),
-    [(width, kind) for kind in KINDS for width in (WIDTHS if kind in ("causal", "all") else WIDTHS[:4])],
-    ids=str,
-)
+@pytest.mark.parametrize(("width", "kind"), SIZED, ids=str)
 def test_sizes(width, kind, device):
-    for rows, columns, group in SIZES:
-        call = Call(
-            Operand((2, 2 * group, rows, width[0]), "bshd"),
-            Operand((2, 2, columns, width[0]), "bshd"),
-            Operand((2, 2, columns, width[1]), "bshd"),
-            dtype=BF16,
-            enable_gqa=True,
-            **KINDS[kind],
-        )
+    for call in sized_calls(width, kind):
         with torch_bwattn.backend("cute"):
             check_call(forward_only(call), device)
 

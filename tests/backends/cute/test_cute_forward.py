@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from torch_bwattn.backends.cute import configs, loader
-from torch_bwattn.backends.cute.backend import CuteBackend, forward_build, forward_key
+from torch_bwattn.backends.cute.backend import CuteBackend
+from torch_bwattn.backends.cute.calls import forward_build, forward_key
 from torch_bwattn.problem import Problem
 
 needs_cute = pytest.mark.skipif(loader.why_missing() is not None, reason=str(loader.why_missing()))
@@ -79,9 +80,7 @@ def test_every_config_is_among_those():
         ({"mask_dtype": torch.bool}, "mask"),
         ({"dropout_p": 0.1}, "dropout"),
         ({"scale": 0.0}, "scale"),
-        ({"aligned": False}, "TMA"),
-        ({"unit_last_strides": False}, "TMA"),
-        ({"backward": True}, "backward"),
+        ({"bulk_copies": False}, "TMA"),
         ({"kv_len": 0}, "size"),
     ],
 )

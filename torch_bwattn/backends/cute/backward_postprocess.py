@@ -31,7 +31,7 @@ _PITCH = 8  # elements between a row's end and the next row in shared memory, ag
 class Postprocess:
     """The kernel for one config, one head_dim and one dtype."""
 
-    def __init__(self, dtype: str, head_dim: int, config: PostprocessConfig, *, varlen: bool, used: bool) -> None:
+    def __init__(self, dtype: str, head_dim: int, config: PostprocessConfig, varlen: bool, used: bool) -> None:
         reason = why_no_postprocess(dtype, head_dim, config)
         if reason is not None:
             raise ValueError(reason)

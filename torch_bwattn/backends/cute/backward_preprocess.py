@@ -22,7 +22,7 @@ _THREADS = 256
 class Preprocess:
     """The kernel for one width and dtype; ``wide`` where rows of O and dO are contiguous and 16-byte aligned."""
 
-    def __init__(self, dtype: str, value_dim: int, *, wide: bool, with_lse_grad: bool) -> None:
+    def __init__(self, dtype: str, value_dim: int, wide: bool, with_lse_grad: bool) -> None:
         self.dtype, self.value_dim, self.wide, self.with_lse_grad = DTYPES[dtype], value_dim, wide, with_lse_grad
         parts = -(-value_dim // 8)
         self.lanes = 1 << (parts - 1).bit_length()  # of a row

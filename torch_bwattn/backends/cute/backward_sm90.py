@@ -143,6 +143,7 @@ class Backward:
         self.s_tile = (self.tile_n, self.tile_m)
         # As dQ takes it, where nothing else reads it.
         self.ds_tile = (self.tile_m, self.tile_n) if self.by_keys else self.s_tile
+        self.has_adders = features.deterministic and not config.direct
         self.dq_elements = self.tile_m * self.width // _GROUPS  # of a group
 
     def layouts(self) -> tuple[cute.ComposedLayout, ...]:
@@ -384,7 +385,7 @@ class Backward:
                 cpasync.prefetch_descriptor(moved.atom)
         width, vector_bytes = self.dtype.width // 8, self.tile_m * 4
         consumers = WARP_GROUP // 32 * _GROUPS
-        adders = 0 if self.config.direct else _GROUPS
+        adders = _GROUPS if self.has_adders else 0
         q_bytes, do_bytes = self.tile_m * self.width * width, self.tile_m * self.value_width * width
         pipes = Pipes(
             self.pipe(storage.q_barriers.data_ptr(), _STAGES, q_bytes + vector_bytes, consumers),
@@ -402,8 +403,8 @@ class Backward:
             cute.arch.setmaxregister_decrease(_REGISTERS[0])
             if warp_index == 0:
                 self.produce(q, k, v, do, lse, delta, shared, pipes, limits, order, group, counter)
-            if const_expr(not self.config.direct):
-                if warp_index >= _ADDERS:  # noqa: SIM102 (joined, the two would both be decided when run)
+            if const_expr(self.has_adders):  # noqa: SIM102 (joined, all would be decided when run)
+                if warp_index >= _ADDERS:  # noqa: SIM102
                     if warp_index < _ADDERS + _GROUPS:
                         self.add(dq, storage.dq, shared.next_tile, pipes, limits, order, group, m_tiles, warp_index)
         else:
@@ -648,15 +649,15 @@ class Backward:
                         next_m, next_head = tile.begin, head + 1
                     ahead = state.clone()
                     ahead.advance()
-                    slot = (Int64(head) * m_tiles + m) * _GROUPS + warp_group
+                    slot, before = (Int64(head) * m_tiles + m) * _GROUPS + warp_group, self.before(tile, m, limits)
                     self.visit(
-                        products, operands, values, parts, shared.ds_written, dq, own, slot, self.before(tile, m, limits), q_pipe, do_pipe,
+                        products, operands, values, parts, shared.ds_written, dq, own, slot, before, q_pipe, do_pipe,
                         state, ahead, c, cap, limits, next_m * self.tile_m, first_key, thread, warp_group, True,
                     )  # fmt: skip
                     m, head, state = next_m, next_head, ahead
-                slot = (Int64(head) * m_tiles + m) * _GROUPS + warp_group
+                slot, before = (Int64(head) * m_tiles + m) * _GROUPS + warp_group, self.before(tile, m, limits)
                 self.visit(
-                    products, operands, values, parts, shared.ds_written, dq, own, slot, self.before(tile, m, limits), q_pipe, do_pipe,
+                    products, operands, values, parts, shared.ds_written, dq, own, slot, before, q_pipe, do_pipe,
                     state, state, c, cap, limits, Int32(0), first_key, thread, warp_group, False,
                 )  # fmt: skip
                 state.advance()
@@ -668,7 +669,7 @@ class Backward:
             if const_expr(not self.config.direct):
                 v_pipe.consumer_release(once)
                 if visits > 0:
-                    sums.await_memory(warp_group)
+                    sums.await_memory(dq, warp_group)
                 k_pipe.consumer_release(once)
             self.store(products, values, shared, dk, dv, scale, tile, wgmma.anchored(thread, tile.n))
             if const_expr(self.config.direct):
@@ -795,7 +796,7 @@ class Backward:
         warpgroup.wait_group(1)
         q_pipe.consumer_release(state)
         if const_expr(own is not None):
-            sums.await_memory(warp_group)
+            sums.await_memory(dq, warp_group)
             warpgroup.wait_group(0)
             sums.write(values.dq, own, thread % WARP_GROUP)
         else:
@@ -811,7 +812,7 @@ class Backward:
             do = operands.do[None, None, None, ahead.index]
             wgmma.issue(products.s, values.dp, operands.v, do, Boolean(False))
         if const_expr(own is not None):
-            sums.hand_over(warp_group)
+            sums.hand_over(own, self.dq_elements, dq, slot, warp_group, thread % WARP_GROUP)
 
     @cute.jit
     def exponentials(

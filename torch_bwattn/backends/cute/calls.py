@@ -130,7 +130,9 @@ def backward_key(problem: Problem) -> KernelKey:
 def postprocess_key(problem: Problem) -> KernelKey:
     """What decides the code that finishes dQ."""
     dtype = str(problem.dtype).removeprefix("torch.")
-    return KernelKey("backward_postprocess", ARCH, (dtype, problem.head_dim, configs.postprocess(problem)))
+    return KernelKey(
+        "backward_postprocess", ARCH, (dtype, problem.head_dim, configs.postprocess(problem), False, False)
+    )
 
 
 def build_of(key: KernelKey) -> Build:
