@@ -643,6 +643,7 @@ class Backward:
                 do_now = operands.do[None, None, None, state.index]
                 wgmma.issue(products.s, values.dp, operands.v, do_now, Boolean(False))
                 self.await_stores()
+                last = Int64(-1)
                 for _ in cutlass.range(visits - 1, unroll=1):
                     next_m, next_head = m + 1, head
                     if next_m == tile.end:
@@ -651,15 +652,18 @@ class Backward:
                     ahead.advance()
                     slot, before = (Int64(head) * m_tiles + m) * _GROUPS + warp_group, self.before(tile, m, limits)
                     self.visit(
-                        products, operands, values, parts, shared.ds_written, dq, own, slot, before, q_pipe, do_pipe,
-                        state, ahead, c, cap, limits, next_m * self.tile_m, first_key, thread, warp_group, True,
+                        products, operands, values, parts, shared.ds_written, dq, own, slot, last, before, q_pipe,
+                        do_pipe, state, ahead, c, cap, limits, next_m * self.tile_m, first_key, thread, warp_group,
+                        True,
                     )  # fmt: skip
-                    m, head, state = next_m, next_head, ahead
+                    m, head, state, last = next_m, next_head, ahead, slot
                 slot, before = (Int64(head) * m_tiles + m) * _GROUPS + warp_group, self.before(tile, m, limits)
                 self.visit(
-                    products, operands, values, parts, shared.ds_written, dq, own, slot, before, q_pipe, do_pipe,
+                    products, operands, values, parts, shared.ds_written, dq, own, slot, last, before, q_pipe, do_pipe,
                     state, state, c, cap, limits, Int32(0), first_key, thread, warp_group, False,
                 )  # fmt: skip
+                if const_expr(self.config.direct):
+                    sums.pass_own_turn(dq, thread % WARP_GROUP, _OWN + warp_group, slot)
                 state.advance()
             else:
                 v_pipe.consumer_wait(once)
@@ -752,6 +756,7 @@ class Backward:
         dq: sums.Sums,
         own: cute.Pointer | None,
         slot: Int64,
+        last: Int64,
         before: Int32,
         q_pipe: pipeline.PipelineTmaAsync,
         do_pipe: pipeline.PipelineTmaAsync,
@@ -801,7 +806,7 @@ class Backward:
             sums.write(values.dq, own, thread % WARP_GROUP)
         else:
             warpgroup.wait_group(0)
-            sums.add(values.dq, dq, slot, before, thread % WARP_GROUP, _OWN + warp_group)
+            sums.add(values.dq, dq, slot, before, thread % WARP_GROUP, _OWN + warp_group, last)
         if const_expr(more and not overlaps):
             q_pipe.consumer_wait(ahead)
             wgmma.issue(products.s, values.s, operands.k, operands.q[None, None, None, ahead.index], Boolean(False))

@@ -33,10 +33,14 @@ class Sums(NamedTuple):
 
 
 @cute.jit
-def add(acc: cute.Tensor, sums: Sums, slot: Int64, earlier: Int32, lane: Int32, barrier: Int32) -> None:
-    """Adds a group's registers. ``slot`` numbers tiles and groups; ``barrier`` joins the group."""
+def add(acc: cute.Tensor, sums: Sums, slot: Int64, earlier: Int32, lane: Int32, barrier: Int32, last: Int64) -> None:
+    """Adds a group's registers. ``slot`` numbers tiles and groups; ``barrier`` joins the group.
+
+    The turn is passed when the group comes again, with ``last``, or finishes: by then all has arrived in memory.
+    """
     elements = cute.size(acc) * _WARP_GROUP
     if const_expr(sums.turns is not None):
+        pass_own_turn(sums, lane, barrier, last)
         if lane == 0:
             spin(sums, slot, earlier)
         cute.arch.barrier(barrier_id=barrier, number_of_threads=_WARP_GROUP)
@@ -46,11 +50,17 @@ def add(acc: cute.Tensor, sums: Sums, slot: Int64, earlier: Int32, lane: Int32, 
             "red.relaxed.gpu.global.add.v4.f32 [{$r0}], {{$r1}, {$r2}, {$r3}, {$r4}};",
             read_only_args=[address + 4 * _AT_ONCE * i, *(acc[4 * i + j] for j in range(4))],
         )
-    if const_expr(sums.turns is not None):
-        cute.arch.fence_acq_rel_gpu()
-        cute.arch.barrier(barrier_id=barrier, number_of_threads=_WARP_GROUP)
-        if lane == 0:
-            pass_turn(sums, slot)
+
+
+@cute.jit
+def pass_own_turn(sums: Sums, lane: Int32, barrier: Int32, last: Int64) -> None:
+    """A group that adds from registers passes the turn at a slot, if that is not negative."""
+    if const_expr(sums.turns is not None):  # noqa: SIM102 (joined, the two would be one that is decided when run)
+        if last >= 0:
+            cute.arch.fence_acq_rel_gpu()
+            cute.arch.barrier(barrier_id=barrier, number_of_threads=_WARP_GROUP)
+            if lane == 0:
+                pass_turn(sums, last)
 
 
 @cute.jit
