@@ -118,14 +118,13 @@ class Values(NamedTuple):
 
 
 class Parts(NamedTuple):
-    """A thread's part of what it reads and writes itself, and the (key, query) of its scores."""
+    """A thread's part of what it reads and writes itself."""
 
     lse: cute.Tensor
     delta: cute.Tensor
     copy: Any
     p: cute.Tensor
     ds: cute.Tensor
-    coords: cute.Tensor
 
 
 class Backward:
@@ -637,7 +636,9 @@ class Backward:
                 q_now = operands.q[None, None, None, state.index]
                 wgmma.issue(products.s, values.s, operands.k, q_now, Boolean(False))
                 warpgroup.wait_group(0)
-                self.exponentials(values, parts, state.index, c, cap, limits, m * self.tile_m, first_key)
+                self.exponentials(
+                    products.s, values, parts, state.index, c, cap, limits, m * self.tile_m, first_key, thread
+                )
                 v_pipe.consumer_wait(once)
                 do_pipe.consumer_wait(state)
                 do_now = operands.do[None, None, None, state.index]
@@ -741,7 +742,6 @@ class Backward:
             copy,
             s_ds if self.by_keys else copy.partition_D(shared.p),
             s_ds,
-            wgmma.rows_view(of_thread.partition_C(cute.make_identity_tensor(self.s_tile))),
         )
         return operands, values, parts
 
@@ -787,7 +787,7 @@ class Backward:
         wgmma.issue(products.dk, values.dk, ds, operands.q_t[None, None, None, stage], Boolean(True))
         if const_expr(overlaps):
             warpgroup.wait_group(2)
-            self.exponentials(values, parts, ahead.index, c, cap, limits, next_query, first_key)
+            self.exponentials(products.s, values, parts, ahead.index, c, cap, limits, next_query, first_key, thread)
         warpgroup.wait_group(0 if const_expr(self.config.dq_alone) else 1)
         do_pipe.consumer_release(state)
         if const_expr(self.by_keys):
@@ -811,7 +811,7 @@ class Backward:
             q_pipe.consumer_wait(ahead)
             wgmma.issue(products.s, values.s, operands.k, operands.q[None, None, None, ahead.index], Boolean(False))
             warpgroup.wait_group(0)
-            self.exponentials(values, parts, ahead.index, c, cap, limits, next_query, first_key)
+            self.exponentials(products.s, values, parts, ahead.index, c, cap, limits, next_query, first_key, thread)
         if const_expr(more):
             do_pipe.consumer_wait(ahead)
             do = operands.do[None, None, None, ahead.index]
@@ -822,6 +822,7 @@ class Backward:
     @cute.jit
     def exponentials(
         self,
+        mma: cute.TiledMma,
         values: Values,
         parts: Parts,
         stage: Int32,
@@ -830,6 +831,7 @@ class Backward:
         limits: Limits,
         first_query: Int32,
         first_key: Int32,
+        thread: Int32,
     ) -> None:
         """Turns S into P; with a cap into P times the cap's slope, P itself then goes to its 16 bits already."""
         scores = wgmma.rows_view(values.s)
@@ -838,7 +840,9 @@ class Backward:
             softmax.cap_slopes(values.s, values.dp)  # dP's registers are free here
         _, kv_len, right, left = limits
         if not queries.all_seen(first_query, first_key, self.tile_m, self.tile_n, kv_len, right, left):
-            queries.hide_keys(scores, parts.coords, first_query, first_key, kv_len, right, left)
+            of_thread = mma.get_slice(wgmma.anchored(thread, first_query))
+            coords = wgmma.rows_view(of_thread.partition_C(cute.make_identity_tensor(self.s_tile)))
+            queries.hide_keys(scores, coords, first_query, first_key, kv_len, right, left)
         lses = self.of_columns(parts.lse, stage)
         for j in cutlass.range_constexpr(cute.size(scores, mode=[1])):
             for r in cutlass.range_constexpr(2):
