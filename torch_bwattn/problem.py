@@ -356,15 +356,17 @@ class Problem:
 
     @property
     def sees_one_key(self) -> bool:
-        """No row sees more than one key, by the number of keys or by the window, and there is no sink beside it.
+        """No row sees more than one key, whether or not there is a sink beside it.
 
-        Then the softmax is constant, and gradients of q and k are exactly those of lse.
+        Then what PyTorch computes has no rounding that counts, and gradients of q and k, without a sink, are exactly
+        those of lse.
         """
-        if self.sink_dtype is not None:
-            return False
-        if self.diagonal is not None and self.low_diagonal is not None and self.diagonal <= self.low_diagonal:
-            return True
-        return self.kv_len == 1
+        most = self.kv_len
+        if self.diagonal is not None:
+            most = min(most, self.q_len + self.diagonal)  # of the last row
+            if self.low_diagonal is not None:
+                most = min(most, self.diagonal - self.low_diagonal + 1)
+        return most <= 1
 
     @property
     def score_count(self) -> int:

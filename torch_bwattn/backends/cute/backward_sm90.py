@@ -631,44 +631,62 @@ class Backward:
             first_key, m = tile.n * self.tile_n, tile.begin
             head = (tile.batch * order.heads.divisor + tile.kv_head) * group
             visits = (tile.end - tile.begin) * group
-            if visits > 0:
-                q_pipe.consumer_wait(state)
-                q_now = operands.q[None, None, None, state.index]
-                wgmma.issue(products.s, values.s, operands.k, q_now, Boolean(False))
-                warpgroup.wait_group(0)
-                self.exponentials(
-                    products.s, values, parts, state.index, c, cap, limits, m * self.tile_m, first_key, thread
-                )
-                v_pipe.consumer_wait(once)
-                do_pipe.consumer_wait(state)
-                do_now = operands.do[None, None, None, state.index]
-                wgmma.issue(products.s, values.dp, operands.v, do_now, Boolean(False))
+            if const_expr(not self.config.ahead):
                 self.await_stores()
+                v_pipe.consumer_wait(once)
                 last = Int64(-1)
-                for _ in cutlass.range(visits - 1, unroll=1):
-                    next_m, next_head = m + 1, head
-                    if next_m == tile.end:
-                        next_m, next_head = tile.begin, head + 1
-                    ahead = state.clone()
-                    ahead.advance()
+                for _ in cutlass.range(visits, unroll=1):
+                    slot, before = (Int64(head) * m_tiles + m) * _GROUPS + warp_group, self.before(tile, m, limits)
+                    self.plain_visit(
+                        products, operands, values, parts, shared.ds_written, dq, own, slot, last, before, q_pipe,
+                        do_pipe, state, c, cap, limits, m * self.tile_m, first_key, thread, warp_group,
+                    )  # fmt: skip
+                    state.advance()
+                    last = slot
+                    m = m + 1
+                    if m == tile.end:
+                        m, head = tile.begin, head + 1
+                if const_expr(self.config.direct):
+                    sums.pass_own_turn(dq, thread % WARP_GROUP, _OWN + warp_group, last)
+            else:
+                if visits > 0:
+                    q_pipe.consumer_wait(state)
+                    q_now = operands.q[None, None, None, state.index]
+                    wgmma.issue(products.s, values.s, operands.k, q_now, Boolean(False))
+                    warpgroup.wait_group(0)
+                    self.exponentials(
+                        products.s, values, parts, state.index, c, cap, limits, m * self.tile_m, first_key, thread
+                    )
+                    v_pipe.consumer_wait(once)
+                    do_pipe.consumer_wait(state)
+                    do_now = operands.do[None, None, None, state.index]
+                    wgmma.issue(products.s, values.dp, operands.v, do_now, Boolean(False))
+                    self.await_stores()
+                    last = Int64(-1)
+                    for _ in cutlass.range(visits - 1, unroll=1):
+                        next_m, next_head = m + 1, head
+                        if next_m == tile.end:
+                            next_m, next_head = tile.begin, head + 1
+                        ahead = state.clone()
+                        ahead.advance()
+                        slot, before = (Int64(head) * m_tiles + m) * _GROUPS + warp_group, self.before(tile, m, limits)
+                        self.visit(
+                            products, operands, values, parts, shared.ds_written, dq, own, slot, last, before, q_pipe,
+                            do_pipe, state, ahead, c, cap, limits, next_m * self.tile_m, first_key, thread, warp_group,
+                            True,
+                        )  # fmt: skip
+                        m, head, state, last = next_m, next_head, ahead, slot
                     slot, before = (Int64(head) * m_tiles + m) * _GROUPS + warp_group, self.before(tile, m, limits)
                     self.visit(
-                        products, operands, values, parts, shared.ds_written, dq, own, slot, last, before, q_pipe,
-                        do_pipe, state, ahead, c, cap, limits, next_m * self.tile_m, first_key, thread, warp_group,
-                        True,
+                        products, operands, values, parts, shared.ds_written, dq, own, slot, last, before, q_pipe, do_pipe,
+                        state, state, c, cap, limits, Int32(0), first_key, thread, warp_group, False,
                     )  # fmt: skip
-                    m, head, state, last = next_m, next_head, ahead, slot
-                slot, before = (Int64(head) * m_tiles + m) * _GROUPS + warp_group, self.before(tile, m, limits)
-                self.visit(
-                    products, operands, values, parts, shared.ds_written, dq, own, slot, last, before, q_pipe, do_pipe,
-                    state, state, c, cap, limits, Int32(0), first_key, thread, warp_group, False,
-                )  # fmt: skip
-                if const_expr(self.config.direct):
-                    sums.pass_own_turn(dq, thread % WARP_GROUP, _OWN + warp_group, slot)
-                state.advance()
-            else:
-                v_pipe.consumer_wait(once)
-                self.await_stores()
+                    if const_expr(self.config.direct):
+                        sums.pass_own_turn(dq, thread % WARP_GROUP, _OWN + warp_group, slot)
+                    state.advance()
+                else:
+                    v_pipe.consumer_wait(once)
+                    self.await_stores()
             # Kept in registers through all visits, it would cost more.
             tile = self.tile_of(order, self.number(shared.next_tile), limits)
             if const_expr(not self.config.direct):
@@ -789,7 +807,7 @@ class Backward:
             warpgroup.wait_group(2)
             self.exponentials(products.s, values, parts, ahead.index, c, cap, limits, next_query, first_key, thread)
         warpgroup.wait_group(0 if const_expr(self.config.dq_alone) else 1)
-        do_pipe.consumer_release(state)
+        self.release(do_pipe, state)
         if const_expr(self.by_keys):
             cute.arch.mbarrier_wait(ds_written + stage, state.phase)
         dq_a, dq_b = operands.dq_a, operands.dq_b
@@ -799,7 +817,7 @@ class Backward:
             dq_a, dq_b = dq_a[None, None, None, stage], dq_b[None, None, None, 0]
         wgmma.issue(products.dq, values.dq, dq_a, dq_b, Boolean(False))
         warpgroup.wait_group(1)
-        q_pipe.consumer_release(state)
+        self.release(q_pipe, state)
         if const_expr(own is not None):
             sums.await_memory(dq, warp_group)
             warpgroup.wait_group(0)
@@ -818,6 +836,72 @@ class Backward:
             wgmma.issue(products.s, values.dp, operands.v, do, Boolean(False))
         if const_expr(own is not None):
             sums.hand_over(own, self.dq_elements, dq, slot, warp_group, thread % WARP_GROUP)
+
+    @cute.jit
+    def plain_visit(
+        self,
+        products: Products,
+        operands: Operands,
+        values: Values,
+        parts: Parts,
+        ds_written: cute.Pointer,
+        dq: sums.Sums,
+        own: cute.Pointer | None,
+        slot: Int64,
+        last: Int64,
+        before: Int32,
+        q_pipe: pipeline.PipelineTmaAsync,
+        do_pipe: pipeline.PipelineTmaAsync,
+        state: pipeline.PipelineState,
+        c: Float32,
+        cap: Float32 | None,
+        limits: Limits,
+        first_query: Int32,
+        first_key: Int32,
+        thread: Int32,
+        warp_group: Int32,
+    ) -> None:
+        stage = state.index
+        q_pipe.consumer_wait(state)
+        wgmma.issue(products.s, values.s, operands.k, operands.q[None, None, None, stage], Boolean(False))
+        if const_expr(cap is None):
+            do_pipe.consumer_wait(state)
+            wgmma.issue(products.s, values.dp, operands.v, operands.do[None, None, None, stage], Boolean(False))
+            warpgroup.wait_group(1)
+        else:
+            warpgroup.wait_group(0)
+        self.exponentials(products.s, values, parts, stage, c, cap, limits, first_query, first_key, thread)
+        if const_expr(cap is not None):
+            do_pipe.consumer_wait(state)
+            wgmma.issue(products.s, values.dp, operands.v, operands.do[None, None, None, stage], Boolean(False))
+        warpgroup.wait_group(0)
+        self.gradients(values, parts, stage, cap)
+        self.share(values, parts, stage, ds_written)
+        p, ds = operands.p, operands.ds
+        if const_expr(not self.by_keys):
+            p, ds = p[None, None, None, stage], ds[None, None, None, stage]
+        wgmma.issue(products.dv, values.dv, p, operands.do_t[None, None, None, stage], Boolean(True))
+        if const_expr(self.by_keys):
+            cute.arch.mbarrier_wait(ds_written + stage, state.phase)
+        dq_a, dq_b = operands.dq_a, operands.dq_b
+        if const_expr(self.config.swapped):
+            dq_a, dq_b = dq_a[None, None, None, 0], dq_b[None, None, None, stage]
+        else:
+            dq_a, dq_b = dq_a[None, None, None, stage], dq_b[None, None, None, 0]
+        wgmma.issue(products.dq, values.dq, dq_a, dq_b, Boolean(False))
+        warpgroup.wait_group(1)
+        self.release(do_pipe, state)
+        wgmma.issue(products.dk, values.dk, ds, operands.q_t[None, None, None, stage], Boolean(True))
+        if const_expr(own is not None):
+            sums.await_memory(dq, warp_group)
+            warpgroup.wait_group(1)
+            sums.write(values.dq, own, thread % WARP_GROUP)
+            sums.hand_over(own, self.dq_elements, dq, slot, warp_group, thread % WARP_GROUP)
+        else:
+            warpgroup.wait_group(1)
+            sums.add(values.dq, dq, slot, before, thread % WARP_GROUP, _OWN + warp_group, last)
+        warpgroup.wait_group(0)
+        self.release(q_pipe, state)
 
     @cute.jit
     def exponentials(
@@ -888,6 +972,12 @@ class Backward:
                 cute.arch.mbarrier_arrive(ds_written + stage)
         else:
             cute.arch.barrier(barrier_id=_BOTH, number_of_threads=_GROUPS * WARP_GROUP)
+
+    @cute.jit
+    def release(self, pipe: pipeline.PipelineTmaAsync, state: pipeline.PipelineState) -> None:
+        """Frees a stage: one lane does for its warp, all of whose lanes have read lse or delta there."""
+        cute.arch.sync_warp()
+        pipe.consumer_release(state)
 
     def of_columns(self, tensor: cute.Tensor, stage: Int32) -> cute.Tensor:
         """The values of a thread's columns, in registers."""

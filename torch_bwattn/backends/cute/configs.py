@@ -56,6 +56,7 @@ class BackwardConfig:
     tile_n: int
     direct: bool
     dq_alone: bool = False
+    ahead: bool = True
 
     def __str__(self) -> str:
         return f"{self.tile_m}x{self.tile_n}, dQ from {'registers' if self.direct else 'shared memory'}"
