@@ -45,7 +45,8 @@ def no(reason: str) -> Verdict:
 class ForwardInputs(NamedTuple):
     """Tensors of a forward: 4-D operands, the mask before broadcasting, the dropout seed (int64 ``[1]``) if any.
 
-    ``sink`` is None or ``[Hq]``: a logit that joins the denominator of each row of its head.
+    ``sink`` is None or ``[Hq]``: a logit that joins the denominator of each row of its head. Where ``lse`` is not
+    wanted, a backend may return anything for it.
     """
 
     q: Tensor
@@ -54,6 +55,7 @@ class ForwardInputs(NamedTuple):
     mask: Tensor | None
     rng_state: Tensor | None
     sink: Tensor | None = None
+    wants_lse: bool = True
 
 
 class BackwardInputs(NamedTuple):

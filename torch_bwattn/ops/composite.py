@@ -94,7 +94,7 @@ def _implementation(with_lse: bool) -> Callable[..., Any]:
             query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, causal_alignment,
             window_size, softcap, sink,
         )  # fmt: skip
-        result = eager.call(*arguments)
+        result = eager.call(*arguments, with_lse)
         if result is None:
             result = _decomposed(*arguments)
         return result if with_lse else result[0]

@@ -60,8 +60,9 @@ def call(
     window_size: Sequence[int] | None,
     softcap: float | None,
     sink: Tensor | None,
+    with_lse: bool,
 ) -> tuple[Tensor, Tensor] | None:
-    """``(out, lse)``, or None where the call must go the long way."""
+    """``(out, lse)``, or None where the call must go the long way. Not ``with_lse``, lse may be anything."""
     if not (type(query) in _PLAIN and type(key) in _PLAIN and type(value) in _PLAIN):
         return None
     if mask is not None and type(mask) not in _PLAIN:
@@ -103,7 +104,7 @@ def call(
             entry.run, query, key, value, mask, sink, rng_state, entry.settings
         )
         return result
-    return entry.run(ForwardInputs(query, key, value, mask, rng_state, sink))
+    return entry.run(ForwardInputs(query, key, value, mask, rng_state, sink, with_lse))
 
 
 def _enter(

@@ -70,6 +70,7 @@ class Forward:
         self._launch: Any = None
         self._out: tuple[Any, ...] | None = None
         self._lse: tuple[int, ...] = ()
+        self._no_lse: Any = None
         self._views: tuple[_View | None, ...] | None = None
         self._options: tuple[Any, ...] = ()
         self._counts = 0
@@ -84,7 +85,7 @@ class Forward:
             out = torch.empty_like(q)
         else:
             out = torch.empty_strided(*self._out, dtype=q.dtype, device=q.device)
-        lse = torch.empty(self._lse, dtype=torch.float32, device=q.device)
+        lse = torch.empty(self._lse, dtype=torch.float32, device=q.device) if x.wants_lse else self._no_lse
         if self._views is not None:
             q, k, v = (
                 t if view is None else t.as_strided(*view) for t, view in zip((q, k, v), self._views, strict=True)
@@ -102,6 +103,7 @@ class Forward:
         strides = dense_strides(x.q, sizes)
         self._out = None if (sizes, strides) == (tuple(x.q.shape), x.q.stride()) else (sizes, strides)
         self._lse = sizes[:3]
+        self._no_lse = torch.empty((0, 0, 0), dtype=torch.float32, device=device)
         views = tuple(_view_for_tma(tensor) for tensor in (x.q, x.k, x.v))
         self._views = views if any(views) else None
         left = None if problem.low_diagonal is None else -problem.low_diagonal

@@ -135,6 +135,7 @@ class Forward:
         """Arguments of any sizes and strides, for the compiler."""
         features = self.features
         batch, q_heads, kv_heads, q_len, kv_len = (cute.sym_int() for _ in range(5))
+        lse_sizes = tuple(cute.sym_int() for _ in range(3))
 
         def operand(heads: Any, length: Any, width: int) -> cute.Tensor:
             strides = [cute.sym_int64(divisibility=8) for _ in range(3)]
@@ -150,7 +151,7 @@ class Forward:
             operand(kv_heads, kv_len, features.head_dim),
             operand(kv_heads, kv_len, features.value_dim),
             operand(q_heads, q_len, features.value_dim),
-            cute.runtime.make_fake_tensor(Float32, (batch, q_heads, q_len), lse_strides, assumed_align=4),
+            cute.runtime.make_fake_tensor(Float32, lse_sizes, lse_strides, assumed_align=4),
             Float32(1.0),
             Float32(1.0) if features.softcap else None,
             vector(Float32, q_heads) if features.sink else None,
@@ -182,9 +183,9 @@ class Forward:
     ) -> None:
         """Launches the kernel.
 
-        ``[B, H, S, D]`` tensors of any strides, ``lse`` and ``sink`` in fp32; ``programs`` is the number of SMs. Where
-        keys are limited, ``counter`` is an int32, which is 0 and is used if ``counts`` is not 0
-        (:func:`.parts.schedule.next_index`).
+        ``[B, H, S, D]`` tensors of any strides, ``lse`` (empty where it is not wanted) and ``sink`` in fp32; ``programs``
+        is the number of SMs. Where keys are limited, ``counter`` is an int32, which is 0 and is used if ``counts`` is not
+        0 (:func:`.parts.schedule.next_index`).
         """
         kv_heads, q_len, batch = k.shape[1], q.shape[2], q.shape[0]
         q, o = self.rows_of(q, kv_heads), self.rows_of(o, kv_heads)
@@ -519,7 +520,7 @@ class Forward:
                     sinks[r] = sink[head] * LOG2_E
             softmax.finish(rows.sums, rows.shifts, rows.factors, lses, sinks)
             softmax.rescale(rows.out, rows.factors)
-            self.store(pv, rows, lses, s_o, o, lse, thread, group, first_row, tile, limits.q_len)
+            self.store(pv, rows, lses, s_o, o, lse, thread, group, first_row, tile)
             if const_expr(self.config.own_o):
                 if tiles.count <= 0:
                     q_pipe.consumer_release(q_state)
@@ -749,7 +750,6 @@ class Forward:
         group: Int32,
         first_row: Int32,
         tile: schedule.Tile,
-        q_len: Int32,
     ) -> None:
         """O through the group's own part of shared memory and a TMA store that knows the bounds; lse directly."""
         low = cute.make_rmem_tensor(rows.acc_o.layout, self.dtype)
@@ -766,7 +766,7 @@ class Forward:
         if rows.coords[0, 0][1] == 0:  # one of a row's four threads
             for r in cutlass.range_constexpr(2):
                 head, query = self.query_of(tile, first_row + rows.coords[r, 0][0])
-                if query < q_len:
+                if query < lse.shape[2]:
                     lse[tile.batch, head, query] = lses[r]
         cute.arch.barrier(**barrier)
         if cute.arch.make_warp_uniform(thread // 32) == 0:
