@@ -10,7 +10,7 @@ Every test, benchmark, tuner and self-check of this package judges a result by o
 Both references are the math path's formula, written out, where a soft cap or a sink goes beyond that path.
 
 ``rounding`` is zero unless the caller passes a figure. :func:`judge` passes the one that :func:`oracle` computes where
-a score matrix has at most 2**22 elements: the first-order size of the roundings that a fused attention makes (see
+a score matrix has at most 2**24 elements: the first-order size of the roundings that a fused attention makes (see
 :func:`_rounding`), about as large as the rest of the bound. ``max|pt - ref|`` alone does not say what such an algorithm
 can reach: over a handful of elements it can be zero by luck or by structure. With one visible key, for example, ``pt``
 has ``dQ == 0`` exactly, while every algorithm that forms ``dS = P * (dP - rowsum(O * dO))`` subtracts two sums taken
@@ -46,7 +46,7 @@ __all__ = [
 OUTPUT_FACTOR = 2.0
 GRADIENT_FACTOR = 3.0
 
-_ROUNDING_MAX_SCORES = 1 << 22
+_ROUNDING_MAX_SCORES = 1 << 24
 _SWAMPED = 1e6
 _LSE_ITEMSIZE = 4
 _CHUNK_BYTES = 1 << 28

@@ -120,3 +120,12 @@ def test_a_first_call_in_a_capture_raises(device):
     raises = pytest.raises(RuntimeError, match="before the capture")
     with torch_bwattn.backend("cute"), raises, torch.cuda.graph(torch.cuda.CUDAGraph()):
         torch_bwattn.sdpa(query, query, query, softcap=3.0)
+
+
+def test_without_a_log_sum_exp_the_output_is_the_same(device):
+    """Where nobody wants it, none is written."""
+    query, key, value = (torch.randn(2, 4, length, 64, device=device, dtype=BF16) for length in (200, 300, 300))
+    with torch_bwattn.backend("cute"):
+        out = torch_bwattn.sdpa(query, key, value, is_causal=True)
+        expected, _ = torch_bwattn.sdpa(query, key, value, is_causal=True, return_lse=True)
+    assert torch.equal(out, expected)

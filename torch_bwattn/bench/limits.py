@@ -13,7 +13,7 @@ from typing import Any
 from . import document
 from .peers import OURS
 from .report import best_peer, same_row
-from .rows import BACKWARD, FORWARD, SHAPES
+from .rows import BACKWARD, DIRECTIONS, FORWARD, SHAPES
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,9 +35,9 @@ class Limits:
 
     Attributes:
         ratios: On each row.
-        mean: Least geometric mean of the forward's ratios to the best peer.
+        mean: Least geometric mean, of each direction, of the ratios to the best peer.
         host_us: Most microseconds of a call of the host suite, by call.
-        window: Most time of a row with a window, as a multiple of the causal row's time and of the share of its tiles
+        window: Most time of a forward row with a window, as a multiple of the causal row's time and of the share of its tiles
             that the window leaves.
     """
 
@@ -52,7 +52,7 @@ LIMITS: dict[str, Limits] = {
         (Ratio(FORWARD, "flex", 0.95), Ratio(BACKWARD, "aten_flash", 1.0)), host_us={"no_grad": 35.0, "grad": 60.0}
     ),
     f"{OURS}.cute": Limits(
-        (Ratio(FORWARD, None, 1.0, None), Ratio(FORWARD, None, 1.08, (64,))),
+        (Ratio(FORWARD, None, 1.0, None), Ratio(FORWARD, None, 1.08, (64,)), Ratio(BACKWARD, None, 1.0, None)),
         mean=1.05,
         host_us={"no_grad": 20.0},
         window=1.25,
@@ -82,9 +82,12 @@ def findings(loaded: Mapping[str, Any], provider: str = f"{OURS}.helion") -> lis
             if record["direction"] == ratio.direction and (widths is None or record["head_dim"] in widths):
                 found.append(_ratio_finding(ratio, record, rows))
     if limits.mean is not None:
-        found += _mean_finding(limits.mean, [record for record in ours if record["direction"] == FORWARD], rows)
+        for direction in DIRECTIONS:
+            found += _mean_finding(limits.mean, direction, ours, rows)
     if limits.window is not None:
-        found += [_window_finding(limits.window, record, ours) for record in ours if record.get("window") is not None]
+        forward = [record for record in ours if record["direction"] == FORWARD]
+        windowed = [record for record in forward if record.get("window") is not None]
+        found += [_window_finding(limits.window, record, forward) for record in windowed]
     for record in loaded["memory"]:
         if record["provider"] == provider:
             met = record["extra_bytes"] <= record["bound_bytes"] if record["status"] == document.OK else None
@@ -118,17 +121,24 @@ def _ratio_finding(ratio: Ratio, ours: Mapping[str, Any], rows: Sequence[Mapping
 
 
 def _mean_finding(
-    least: float, ours: Sequence[Mapping[str, Any]], rows: Sequence[Mapping[str, Any]]
+    least: float, direction: str, ours: Sequence[Mapping[str, Any]], rows: Sequence[Mapping[str, Any]]
 ) -> Iterator[Finding]:
     """Over the rows of the table."""
     logarithms = []
     for record in ours:
         peer = _peer(record, rows, None)
-        if record["shape"] in SHAPES and record["status"] == document.OK and peer is not None:
+        if (
+            record["direction"] == direction
+            and record["shape"] in SHAPES
+            and record["status"] == document.OK
+            and peer is not None
+        ):
             logarithms.append(math.log(record["tflops"] / peer["tflops"]))
     if logarithms:
         mean = math.exp(math.fsum(logarithms) / len(logarithms))
-        text = f"forward, geometric mean of {len(logarithms)} rows: {mean:.3f} times the best peer, at least {least}"
+        text = (
+            f"{direction}, geometric mean of {len(logarithms)} rows: {mean:.3f} times the best peer, at least {least}"
+        )
         yield Finding(text, mean >= least if len(logarithms) == 2 * len(SHAPES) else None)
 
 

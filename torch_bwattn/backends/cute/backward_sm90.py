@@ -101,8 +101,8 @@ class Operands(NamedTuple):
     do_t: cute.Tensor
     ds: cute.Tensor
     q_t: cute.Tensor
-    dq_a: cute.Tensor
-    dq_b: cute.Tensor
+    ds_t: cute.Tensor
+    k_t: cute.Tensor
 
 
 class Values(NamedTuple):
@@ -178,11 +178,11 @@ class Backward:
                 self.dtype, self.dtype, a_major, b_major, Float32, groups, (SLAB, columns), a_source=a
             )
 
-        _, dq_columns = self.config.accumulator(self.width)
-        dq_groups = by_columns if self.config.dq_split == "columns" else by_rows
         ds_major = k_major if self.by_keys else mn_major
-        majors = (mn_major, ds_major) if self.config.swapped else (ds_major, mn_major)
-        dq = product(*majors, dq_groups, dq_columns // dq_groups[1], shared)
+        if self.config.dq_split == "columns":
+            dq = product(ds_major, mn_major, by_columns, self.width // _GROUPS, shared)
+        else:
+            dq = product(ds_major, mn_major, by_rows, self.width, shared)
         if not self.by_keys:
             return Products(
                 product(k_major, k_major, by_columns, self.tile_m // _GROUPS, shared),
@@ -382,15 +382,13 @@ class Backward:
         if warp_index == 0:
             for moved in (q, k, v, do, dk, dv):
                 cpasync.prefetch_descriptor(moved.atom)
-        width, vector_bytes = self.dtype.width // 8, self.tile_m * 4
-        consumers = WARP_GROUP // 32 * _GROUPS
+        consumers, row_bytes = WARP_GROUP // 32 * _GROUPS, self.tile_m * 4
         adders = _GROUPS if self.has_adders else 0
-        q_bytes, do_bytes = self.tile_m * self.width * width, self.tile_m * self.value_width * width
         pipes = Pipes(
-            self.pipe(storage.q_barriers.data_ptr(), _STAGES, q_bytes + vector_bytes, consumers),
-            self.pipe(storage.do_barriers.data_ptr(), _STAGES, do_bytes + vector_bytes, consumers),
-            self.pipe(storage.kv_barriers.data_ptr(), 1, self.tile_n * self.width * width, consumers + adders),
-            self.pipe(storage.kv_barriers.data_ptr() + 2, 1, self.tile_n * self.value_width * width, consumers),
+            self.pipe(storage.q_barriers.data_ptr(), _STAGES, self.bytes_of(self.q_tile) + row_bytes, consumers),
+            self.pipe(storage.do_barriers.data_ptr(), _STAGES, self.bytes_of(self.do_tile) + row_bytes, consumers),
+            self.pipe(storage.kv_barriers.data_ptr(), 1, self.bytes_of(self.k_tile), consumers + adders),
+            self.pipe(storage.kv_barriers.data_ptr() + 2, 1, self.bytes_of(self.v_tile), consumers),
         )
         if warp_index == 0:
             with cute.arch.elect_one():
@@ -423,6 +421,10 @@ class Backward:
         )
 
     # -------------------------------------------------------------------------------------- what all roles agree on
+
+    def bytes_of(self, tile: tuple[int, int]) -> int:
+        """Of a tile in 16 bits."""
+        return tile[0] * tile[1] * self.dtype.width // 8
 
     def tile_of(self, order: schedule.TileOrder, index: Int32, limits: Limits) -> Tile:
         """A program's tile of keys by its number, and the queries that see some of it.
@@ -631,62 +633,44 @@ class Backward:
             first_key, m = tile.n * self.tile_n, tile.begin
             head = (tile.batch * order.heads.divisor + tile.kv_head) * group
             visits = (tile.end - tile.begin) * group
-            if const_expr(not self.config.ahead):
-                self.await_stores()
+            if visits > 0:
+                q_pipe.consumer_wait(state)
+                q_now = operands.q[None, None, None, state.index]
+                wgmma.issue(products.s, values.s, operands.k, q_now, Boolean(False))
+                warpgroup.wait_group(0)
+                self.exponentials(
+                    products.s, values, parts, state.index, c, cap, limits, m * self.tile_m, first_key, thread
+                )
                 v_pipe.consumer_wait(once)
+                do_pipe.consumer_wait(state)
+                do_now = operands.do[None, None, None, state.index]
+                wgmma.issue(products.s, values.dp, operands.v, do_now, Boolean(False))
+                self.await_stores()
                 last = Int64(-1)
-                for _ in cutlass.range(visits, unroll=1):
-                    slot, before = (Int64(head) * m_tiles + m) * _GROUPS + warp_group, self.before(tile, m, limits)
-                    self.plain_visit(
-                        products, operands, values, parts, shared.ds_written, dq, own, slot, last, before, q_pipe,
-                        do_pipe, state, c, cap, limits, m * self.tile_m, first_key, thread, warp_group,
-                    )  # fmt: skip
-                    state.advance()
-                    last = slot
-                    m = m + 1
-                    if m == tile.end:
-                        m, head = tile.begin, head + 1
-                if const_expr(self.config.direct):
-                    sums.pass_own_turn(dq, thread % WARP_GROUP, _OWN + warp_group, last)
-            else:
-                if visits > 0:
-                    q_pipe.consumer_wait(state)
-                    q_now = operands.q[None, None, None, state.index]
-                    wgmma.issue(products.s, values.s, operands.k, q_now, Boolean(False))
-                    warpgroup.wait_group(0)
-                    self.exponentials(
-                        products.s, values, parts, state.index, c, cap, limits, m * self.tile_m, first_key, thread
-                    )
-                    v_pipe.consumer_wait(once)
-                    do_pipe.consumer_wait(state)
-                    do_now = operands.do[None, None, None, state.index]
-                    wgmma.issue(products.s, values.dp, operands.v, do_now, Boolean(False))
-                    self.await_stores()
-                    last = Int64(-1)
-                    for _ in cutlass.range(visits - 1, unroll=1):
-                        next_m, next_head = m + 1, head
-                        if next_m == tile.end:
-                            next_m, next_head = tile.begin, head + 1
-                        ahead = state.clone()
-                        ahead.advance()
-                        slot, before = (Int64(head) * m_tiles + m) * _GROUPS + warp_group, self.before(tile, m, limits)
-                        self.visit(
-                            products, operands, values, parts, shared.ds_written, dq, own, slot, last, before, q_pipe,
-                            do_pipe, state, ahead, c, cap, limits, next_m * self.tile_m, first_key, thread, warp_group,
-                            True,
-                        )  # fmt: skip
-                        m, head, state, last = next_m, next_head, ahead, slot
+                for _ in cutlass.range(visits - 1, unroll=1):
+                    next_m, next_head = m + 1, head
+                    if next_m == tile.end:
+                        next_m, next_head = tile.begin, head + 1
+                    ahead = state.clone()
+                    ahead.advance()
                     slot, before = (Int64(head) * m_tiles + m) * _GROUPS + warp_group, self.before(tile, m, limits)
                     self.visit(
-                        products, operands, values, parts, shared.ds_written, dq, own, slot, last, before, q_pipe, do_pipe,
-                        state, state, c, cap, limits, Int32(0), first_key, thread, warp_group, False,
+                        products, operands, values, parts, shared.ds_written, dq, own, slot, last, before, q_pipe,
+                        do_pipe, state, ahead, c, cap, limits, next_m * self.tile_m, first_key, thread, warp_group,
+                        True,
                     )  # fmt: skip
-                    if const_expr(self.config.direct):
-                        sums.pass_own_turn(dq, thread % WARP_GROUP, _OWN + warp_group, slot)
-                    state.advance()
-                else:
-                    v_pipe.consumer_wait(once)
-                    self.await_stores()
+                    m, head, state, last = next_m, next_head, ahead, slot
+                slot, before = (Int64(head) * m_tiles + m) * _GROUPS + warp_group, self.before(tile, m, limits)
+                self.visit(
+                    products, operands, values, parts, shared.ds_written, dq, own, slot, last, before, q_pipe, do_pipe,
+                    state, state, c, cap, limits, Int32(0), first_key, thread, warp_group, False,
+                )  # fmt: skip
+                if const_expr(self.config.direct):
+                    sums.pass_own_turn(dq, thread % WARP_GROUP, _OWN + warp_group, slot)
+                state.advance()
+            else:
+                v_pipe.consumer_wait(once)
+                self.await_stores()
             # Kept in registers through all visits, it would cost more.
             tile = self.tile_of(order, self.number(shared.next_tile), limits)
             if const_expr(not self.config.direct):
@@ -723,7 +707,7 @@ class Backward:
             return cute.make_rmem_tensor(of.partition_shape_C(shape), Float32)
 
         s, dp = rmem(of_s, self.s_tile), rmem(of_s, self.s_tile)
-        dq = rmem(of_dq, self.config.accumulator(self.width))
+        dq = rmem(of_dq, self.q_tile)
         if cute.size(dq) == cute.size(dp):
             dq = cute.make_tensor(dp.iterator, dq.layout)
         ds_of_queries = shared.ds if self.by_keys else transposed(shared.ds)
@@ -735,8 +719,6 @@ class Backward:
             dv_a = of_dv.make_fragment_A(of_dv.partition_A(shared.p))
             dk_a = of_dk.make_fragment_A(of_dk.partition_A(shared.ds))
         values = Values(s, dp, rmem(of_dv, self.v_tile), rmem(of_dk, self.k_tile), dq, p, ds)
-        k_t = transposed(shared.k)
-        dq_a, dq_b = (k_t, ds_of_queries) if self.config.swapped else (ds_of_queries, k_t)
         operands = Operands(
             of_s.make_fragment_A(of_s.partition_A(shared.k))[None, None, None, 0],
             of_s.make_fragment_B(of_s.partition_B(shared.q)),
@@ -746,8 +728,8 @@ class Backward:
             of_dv.make_fragment_B(of_dv.partition_B(transposed(shared.do))),
             dk_a,
             of_dk.make_fragment_B(of_dk.partition_B(transposed(shared.q))),
-            of_dq.make_fragment_A(of_dq.partition_A(dq_a)),
-            of_dq.make_fragment_B(of_dq.partition_B(dq_b)),
+            of_dq.make_fragment_A(of_dq.partition_A(ds_of_queries)),
+            of_dq.make_fragment_B(of_dq.partition_B(transposed(shared.k)))[None, None, None, 0],
         )
         of_thread = products.s.get_slice(thread)
         by_column = cute.make_layout((self.tile_n, self.tile_m, _STAGES), stride=(0, 1, self.tile_m))
@@ -806,16 +788,11 @@ class Backward:
         if const_expr(overlaps):
             warpgroup.wait_group(2)
             self.exponentials(products.s, values, parts, ahead.index, c, cap, limits, next_query, first_key, thread)
-        warpgroup.wait_group(0 if const_expr(self.config.dq_alone) else 1)
+        warpgroup.wait_group(1)
         self.release(do_pipe, state)
         if const_expr(self.by_keys):
             cute.arch.mbarrier_wait(ds_written + stage, state.phase)
-        dq_a, dq_b = operands.dq_a, operands.dq_b
-        if const_expr(self.config.swapped):
-            dq_a, dq_b = dq_a[None, None, None, 0], dq_b[None, None, None, stage]
-        else:
-            dq_a, dq_b = dq_a[None, None, None, stage], dq_b[None, None, None, 0]
-        wgmma.issue(products.dq, values.dq, dq_a, dq_b, Boolean(False))
+        wgmma.issue(products.dq, values.dq, operands.ds_t[None, None, None, stage], operands.k_t, Boolean(False))
         warpgroup.wait_group(1)
         self.release(q_pipe, state)
         if const_expr(own is not None):
@@ -836,72 +813,6 @@ class Backward:
             wgmma.issue(products.s, values.dp, operands.v, do, Boolean(False))
         if const_expr(own is not None):
             sums.hand_over(own, self.dq_elements, dq, slot, warp_group, thread % WARP_GROUP)
-
-    @cute.jit
-    def plain_visit(
-        self,
-        products: Products,
-        operands: Operands,
-        values: Values,
-        parts: Parts,
-        ds_written: cute.Pointer,
-        dq: sums.Sums,
-        own: cute.Pointer | None,
-        slot: Int64,
-        last: Int64,
-        before: Int32,
-        q_pipe: pipeline.PipelineTmaAsync,
-        do_pipe: pipeline.PipelineTmaAsync,
-        state: pipeline.PipelineState,
-        c: Float32,
-        cap: Float32 | None,
-        limits: Limits,
-        first_query: Int32,
-        first_key: Int32,
-        thread: Int32,
-        warp_group: Int32,
-    ) -> None:
-        stage = state.index
-        q_pipe.consumer_wait(state)
-        wgmma.issue(products.s, values.s, operands.k, operands.q[None, None, None, stage], Boolean(False))
-        if const_expr(cap is None):
-            do_pipe.consumer_wait(state)
-            wgmma.issue(products.s, values.dp, operands.v, operands.do[None, None, None, stage], Boolean(False))
-            warpgroup.wait_group(1)
-        else:
-            warpgroup.wait_group(0)
-        self.exponentials(products.s, values, parts, stage, c, cap, limits, first_query, first_key, thread)
-        if const_expr(cap is not None):
-            do_pipe.consumer_wait(state)
-            wgmma.issue(products.s, values.dp, operands.v, operands.do[None, None, None, stage], Boolean(False))
-        warpgroup.wait_group(0)
-        self.gradients(values, parts, stage, cap)
-        self.share(values, parts, stage, ds_written)
-        p, ds = operands.p, operands.ds
-        if const_expr(not self.by_keys):
-            p, ds = p[None, None, None, stage], ds[None, None, None, stage]
-        wgmma.issue(products.dv, values.dv, p, operands.do_t[None, None, None, stage], Boolean(True))
-        if const_expr(self.by_keys):
-            cute.arch.mbarrier_wait(ds_written + stage, state.phase)
-        dq_a, dq_b = operands.dq_a, operands.dq_b
-        if const_expr(self.config.swapped):
-            dq_a, dq_b = dq_a[None, None, None, 0], dq_b[None, None, None, stage]
-        else:
-            dq_a, dq_b = dq_a[None, None, None, stage], dq_b[None, None, None, 0]
-        wgmma.issue(products.dq, values.dq, dq_a, dq_b, Boolean(False))
-        warpgroup.wait_group(1)
-        self.release(do_pipe, state)
-        wgmma.issue(products.dk, values.dk, ds, operands.q_t[None, None, None, stage], Boolean(True))
-        if const_expr(own is not None):
-            sums.await_memory(dq, warp_group)
-            warpgroup.wait_group(1)
-            sums.write(values.dq, own, thread % WARP_GROUP)
-            sums.hand_over(own, self.dq_elements, dq, slot, warp_group, thread % WARP_GROUP)
-        else:
-            warpgroup.wait_group(1)
-            sums.add(values.dq, dq, slot, before, thread % WARP_GROUP, _OWN + warp_group, last)
-        warpgroup.wait_group(0)
-        self.release(q_pipe, state)
 
     @cute.jit
     def exponentials(

@@ -49,14 +49,11 @@ class BackwardConfig:
         tile_m: Queries of a visit.
         tile_n: Keys of a program: 128, of which each of two groups has half, or 64, of which each has half the columns.
         direct: dQ is added from registers, not from shared memory.
-        dq_alone: dQ is computed after dK, not along with it, whose operand's registers it needs.
     """
 
     tile_m: int
     tile_n: int
     direct: bool
-    dq_alone: bool = False
-    ahead: bool = True
 
     def __str__(self) -> str:
         return f"{self.tile_m}x{self.tile_n}, dQ from {'registers' if self.direct else 'shared memory'}"
@@ -67,18 +64,9 @@ class BackwardConfig:
         return self.tile_n == 2 * SLAB
 
     @property
-    def swapped(self) -> bool:
-        """Whether dQ is computed transposed, (columns, queries)."""
-        return self.tile_m % SLAB != 0
-
-    @property
     def dq_split(self) -> str:
         """What of dQ's product tells the two groups apart."""
-        return "rows" if self.swapped or self.tile_m == 2 * SLAB else "columns"
-
-    def accumulator(self, width: int) -> tuple[int, int]:
-        """Rows and columns of a tile of dQ."""
-        return (width, self.tile_m) if self.swapped else (self.tile_m, width)
+        return "rows" if self.tile_m == 2 * SLAB else "columns"
 
 
 @dataclass(frozen=True)
@@ -225,10 +213,6 @@ _WIDTH_256 = ForwardConfig(128, 80, 2, ping_pong=False)
 """B2 H16: 737 / 706 [717 / 686]. With turns 731 / 707, clusters of 2 761 against 770 in another run. Nothing larger
 leaves registers or shared memory."""
 
-_BACKWARD_64 = BackwardConfig(128, 128, direct=False)
-_BACKWARD_128 = BackwardConfig(64, 128, direct=False)
-_BACKWARD_WIDE = BackwardConfig(64, 64, direct=True)
-
 CLUSTER_ROWS = 256
 """Up to so many rows of queries there are no clusters: one CTA of a cluster would have little to do or nothing."""
 
@@ -300,7 +284,25 @@ def backward_workspace(problem: Problem) -> tuple[int, int]:
 def postprocess(problem: Problem) -> PostprocessConfig:
     """How the accumulator that the backward fills is finished."""
     config, (width, _) = backward(problem), backward_widths(backward_features(problem))
-    return PostprocessConfig(90, config.tile_m, width, 256, config.dq_split, config.swapped)
+    return PostprocessConfig(90, config.tile_m, width, 256, config.dq_split)
+
+
+# TFLOP/s not causal / causal of preprocess, kernel and postprocess together, B4 H32 S8192 unless said otherwise, bf16,
+# each variant in turns with the others and with cuDNN, whose figure is in brackets; results checked before.
+#
+# Tried and left out: dQ from registers where shared memory has room for it, 503 / 495 at 128; a warp that has it added,
+# where that has no order to keep, 588 / 555 against 614 / 585; S and dP issued together, not the next S ahead,
+# 537 / 521 at 128, 510 / 503 at 64, but 410 / 385 at 256; programs of one tile of keys, -4 % at B32 H16 S512.
+
+_BACKWARD_64 = BackwardConfig(128, 128, direct=False)
+"""516 / 524 [443 / 401]; 64 queries 454 / 434."""
+
+_BACKWARD_128 = BackwardConfig(64, 128, direct=False)
+"""617 / 604 [532 / 494], B1 H16 S16384 635 / 633 [539 / 515]; 80 queries 601 / 590, 615 / 625. Also where a soft cap
+takes the registers that more queries would need."""
+
+_BACKWARD_WIDE = BackwardConfig(64, 64, direct=True)
+"""Width 256, B2 H16: 403 / 376 [357 / 407]. Shared memory is full, so dQ is added from registers."""
 
 
 def backward(problem: Problem) -> BackwardConfig:

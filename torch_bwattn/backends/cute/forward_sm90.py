@@ -183,9 +183,9 @@ class Forward:
     ) -> None:
         """Launches the kernel.
 
-        ``[B, H, S, D]`` tensors of any strides, ``lse`` (empty where it is not wanted) and ``sink`` in fp32; ``programs``
-        is the number of SMs. Where keys are limited, ``counter`` is an int32, which is 0 and is used if ``counts`` is not
-        0 (:func:`.parts.schedule.next_index`).
+        ``[B, H, S, D]`` tensors of any strides, ``sink`` and ``lse`` in fp32, the latter empty where it is not wanted;
+        ``programs`` is the number of SMs. Where keys are limited, ``counter`` is an int32, which is 0 and is used if
+        ``counts`` is not 0 (:func:`.parts.schedule.next_index`).
         """
         kv_heads, q_len, batch = k.shape[1], q.shape[2], q.shape[0]
         q, o = self.rows_of(q, kv_heads), self.rows_of(o, kv_heads)
