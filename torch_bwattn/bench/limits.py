@@ -37,8 +37,8 @@ class Limits:
         ratios: On each row.
         mean: Least geometric mean, of each direction, of the ratios to the best peer.
         host_us: Most microseconds of a call of the host suite, by call.
-        window: Most time of a forward row with a window, as a multiple of the causal row's time and of the share of its tiles
-            that the window leaves.
+        window: Most time of a forward row with a window, as a multiple of the causal row's time and of the share of its
+            tiles that the window leaves.
     """
 
     ratios: tuple[Ratio, ...]
