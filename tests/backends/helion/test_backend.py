@@ -55,7 +55,9 @@ def run(
     torch.testing.assert_close(lse, expected_lse, atol=2e-5, rtol=2e-5)
     assert out.stride() == expected_out.stride()
     grad_out = torch.randn(out.shape, dtype=out.dtype)
-    x = BackwardInputs(grad_out, torch.randn(lse.shape) if grad_lse else None, *inputs[:4], out, lse, *inputs[4:])
+    x = BackwardInputs(
+        grad_out, torch.randn(lse.shape) if grad_lse else None, *inputs[:4], out, lse, inputs.rng_state, inputs.sink
+    )
     back = dataclasses.replace(problem, backward=True, mask_grad=wanted[3])
     for got, expected in zip(
         backend.backward(back)(x, wanted), reference.backward(back, x, (True, True, True, *wanted[3:])), strict=True

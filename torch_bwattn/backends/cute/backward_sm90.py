@@ -11,7 +11,8 @@ each group has half of the queries of S and dP, and half of the columns of dV, d
 memory too.
 
     shared memory   K, V  (tile_n, D), (tile_n, Dv), once      Q, dO  (tile_m, D), (tile_m, Dv), rings of two
-                    lse and delta of each stage's queries      dS^T, P^T  (tile_n, tile_m), two      dQ  fp32
+                    lse and delta of each stage's queries      dQ  fp32, of one visit
+                    dS  (tile_m, tile_n), or dS^T and P^T  (tile_n, tile_m) beyond widths of 128, two
     registers       dK, dV  in fp32 of all visits; S^T and dP^T  of one
 
 The products of a visit overlap the exponentials of the next: the next tile's S goes first, then dV and dK, and while
