@@ -429,7 +429,7 @@ def describe(
         dropout_p=dropout_p,
         unit_last_strides=all(map(_unit_last_stride, (q, k, v, *more))),
         aligned=all(map(_aligned, (q, k, v, *more))),
-        bulk_copies=all(_unit_last_stride(t) and _aligned(t) for t in (q, k, v)),
+        bulk_copies=all(map(suits_bulk_copies, (q, k, v))),
         wide_index=any(extent(t) > _INT32_MAX for t in operands) or _broadcast_extent(q, k) > _INT32_MAX,
         deterministic=torch.are_deterministic_algorithms_enabled(),
         backward=backward,
@@ -445,6 +445,11 @@ def extent(tensor: Tensor) -> int:
 def _broadcast_extent(q: Tensor, k: Tensor) -> int:
     """The extent of the dense outputs and gradients, whose strides the layout rule fixes."""
     return max(q.numel(), k.numel())
+
+
+def suits_bulk_copies(tensor: Tensor) -> bool:
+    """Whether a 4-D tensor's rows are contiguous and start at multiples of 16 bytes, as TMA and wide loads need."""
+    return _unit_last_stride(tensor) and _aligned(tensor)
 
 
 def _unit_last_stride(tensor: Tensor) -> bool:

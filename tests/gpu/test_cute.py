@@ -4,26 +4,27 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import assume, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import torch_bwattn
-from tests.gpu.cute_calls import DRAWN_KINDS, SIZED, WIDTHS, drawn_calls, forward_only, sized_calls
+from tests.gpu.cute_calls import (
+    DRAWN_KINDS,
+    SIZED,
+    WIDTHS,
+    check_drawn,
+    drawn_calls,
+    forward_only,
+    poisoned_on_hopper,  # noqa: F401 (a fixture for all tests here)
+    sized_calls,
+)
 from tests.strategies import share
 from tests.support.calls import Call, Operand
 from tests.support.check import check_call
-from tests.support.poison import poison
 from torch_bwattn.testing import Results, judge, oracle, pt_reference
 
 pytestmark = pytest.mark.gpu
 BF16, FP16 = torch.bfloat16, torch.float16
-
-
-@pytest.fixture(autouse=True)
-def _poisoned(monkeypatch: pytest.MonkeyPatch, device: str) -> None:
-    if torch.cuda.get_device_capability(device) != (9, 0):
-        pytest.skip("the kernels are for sm_90")
-    poison(monkeypatch)
 
 
 @pytest.mark.parametrize("kind", DRAWN_KINDS)
@@ -32,12 +33,7 @@ def _poisoned(monkeypatch: pytest.MonkeyPatch, device: str) -> None:
 @given(data=st.data())
 def test_forward(width, kind, data, device):
     call = forward_only(data.draw(drawn_calls(width, kind)))
-    try:
-        with torch_bwattn.backend("cute"):
-            check_call(call, device)
-    except torch_bwattn.UnsupportedProblem as refusal:
-        assume(not any(word in str(refusal) for word in ("TMA", "scale", "size is 0")))
-        raise
+    check_drawn(call, device)
 
 
 @pytest.mark.parametrize(("width", "kind"), SIZED, ids=str)

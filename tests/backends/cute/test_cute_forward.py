@@ -10,7 +10,7 @@ import torch
 
 from torch_bwattn.backends.cute import configs, loader
 from torch_bwattn.backends.cute.backend import CuteBackend
-from torch_bwattn.backends.cute.calls import forward_build, forward_key
+from torch_bwattn.backends.cute.calls import build_of, forward_key
 from torch_bwattn.problem import Problem
 
 needs_cute = pytest.mark.skipif(loader.why_missing() is not None, reason=str(loader.why_missing()))
@@ -53,7 +53,8 @@ def test_configs_compile_clean(kind, capsys):
     reports = []
     for widths, lengths in CASES[kind]:
         described = problem(widths, lengths, **KINDS[kind])
-        (found,) = report.compile_report(forward_key(described), forward_build(described))
+        key = forward_key(described)
+        (found,) = report.compile_report(key, build_of(key))
         reports.append(found)
         # Six products in the code: the first tile's scores, two in each of the two loops, the last tile's output.
         assert found.counts["ARRIVE"] == 6, found

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ...layout import dense_strides, empty_like_order
-from ...problem import Problem
+from ...problem import Problem, suits_bulk_copies
 from .. import reference, sinks
 from ..base import BackwardInputs, ForwardInputs, Grads, Wanted
 from . import configs
@@ -22,14 +22,22 @@ def forward_key(problem: Problem) -> KernelKey:
     return KernelKey("forward_sm90", ARCH, (configs.features(problem), configs.forward(problem)))
 
 
-def forward_build(problem: Problem) -> Build:
-    """Makes the kernel that belongs to the key, for the compiler."""
-    features, config = configs.features(problem), configs.forward(problem)
+def build_of(key: KernelKey) -> Build:
+    """Makes the kernel that belongs to a key, for the compiler."""
 
     def build() -> tuple[Any, tuple[Any, ...]]:
-        from .forward_sm90 import Forward
+        from .backward_postprocess import Postprocess
+        from .backward_preprocess import Preprocess
+        from .backward_sm90 import Backward as BackwardKernel
+        from .forward_sm90 import Forward as ForwardKernel
 
-        kernel = Forward(features, config)
+        kinds: dict[str, Any] = {
+            "forward_sm90": ForwardKernel,
+            "backward_preprocess": Preprocess,
+            "backward_sm90": BackwardKernel,
+            "backward_postprocess": Postprocess,
+        }
+        kernel = kinds[key.name](*key.parts)
         return kernel, kernel.fake_arguments()
 
     return build
@@ -45,6 +53,13 @@ def _refuse_during_capture(key: KernelKey) -> None:
             f"sdpa: expected {key.name} to have run before a CUDA graph captures it, but this is its first call with "
             "these features; make one call of this kind before the capture"
         )
+
+
+def _launch_of(key: KernelKey) -> Any:
+    _refuse_during_capture(key)
+    launch = compiled(key, build_of(key))
+    _launched.add(key)
+    return launch
 
 
 _View = tuple[tuple[int, ...], tuple[int, ...]]
@@ -97,8 +112,8 @@ class Forward:
         return out, lse
 
     def _prepare(self, x: ForwardInputs) -> None:
-        problem, key, device = self.problem, forward_key(self.problem), x.q.device
-        _refuse_during_capture(key)
+        problem, device = self.problem, x.q.device
+        self._launch = _launch_of(forward_key(problem))
         sizes = (problem.batch, problem.heads, problem.q_len, problem.value_dim)
         strides = dense_strides(x.q, sizes)
         self._out = None if (sizes, strides) == (tuple(x.q.shape), x.q.stride()) else (sizes, strides)
@@ -114,14 +129,13 @@ class Forward:
             # Of each call's own, for nothing else keeps calls in different streams and graphs apart. The kernel takes
             # one also where it does not count.
             self._counter = torch.zeros if self._counts else torch.empty
-        self._launch = compiled(key, forward_build(problem))
-        _launched.add(key)
 
 
 def preprocess_key(problem: Problem, wide: bool) -> KernelKey:
     """What decides the code that prepares a backward; ``wide``: O and dO have contiguous, aligned rows."""
-    dtype = str(problem.dtype).removeprefix("torch.")
-    return KernelKey("backward_preprocess", ARCH, (dtype, problem.value_dim, wide, problem.lse_grad))
+    return KernelKey(
+        "backward_preprocess", ARCH, (configs.dtype_name(problem), problem.value_dim, wide, problem.lse_grad)
+    )
 
 
 def backward_key(problem: Problem) -> KernelKey:
@@ -131,36 +145,11 @@ def backward_key(problem: Problem) -> KernelKey:
 
 def postprocess_key(problem: Problem) -> KernelKey:
     """What decides the code that finishes dQ."""
-    dtype = str(problem.dtype).removeprefix("torch.")
     return KernelKey(
-        "backward_postprocess", ARCH, (dtype, problem.head_dim, configs.postprocess(problem), False, False)
+        "backward_postprocess",
+        ARCH,
+        (configs.dtype_name(problem), problem.head_dim, configs.postprocess(problem), False, False),
     )
-
-
-def build_of(key: KernelKey) -> Build:
-    """Makes the kernel of a backward's key, for the compiler."""
-
-    def build() -> tuple[Any, tuple[Any, ...]]:
-        from .backward_postprocess import Postprocess
-        from .backward_preprocess import Preprocess
-        from .backward_sm90 import Backward as Main
-
-        kinds: dict[str, Any] = {
-            "backward_preprocess": Preprocess,
-            "backward_sm90": Main,
-            "backward_postprocess": Postprocess,
-        }
-        kernel = kinds[key.name](*key.parts)
-        return kernel, kernel.fake_arguments()
-
-    return build
-
-
-def _launch_of(key: KernelKey) -> Any:
-    _refuse_during_capture(key)
-    launch = compiled(key, build_of(key))
-    _launched.add(key)
-    return launch
 
 
 class Backward:
@@ -205,8 +194,8 @@ class Backward:
 
     def _prepare(self, x: BackwardInputs) -> None:
         problem, config = self.problem, configs.backward(self.problem)
-        self._copies = not _for_bulk_copies(x.grad_out)
-        self._wide = _for_bulk_copies(x.out)
+        self._copies = not suits_bulk_copies(x.grad_out)
+        self._wide = suits_bulk_copies(x.out)
         tiles = -(-problem.q_len // config.tile_m)
         self._rows = (problem.batch, problem.heads, tiles * config.tile_m)
         self._workspace, of_head = configs.backward_workspace(problem)
@@ -218,11 +207,3 @@ class Backward:
         keys = preprocess_key(problem, self._wide), backward_key(problem), postprocess_key(problem)
         prepare, main, finish = map(_launch_of, keys)
         self._launches = prepare, main, finish
-
-
-def _for_bulk_copies(tensor: Tensor) -> bool:
-    """Whether TMA takes a tensor, and 16-byte loads its rows."""
-    per_16_bytes = 16 // tensor.element_size()
-    outer = zip(tensor.shape[:3], tensor.stride()[:3], strict=True)
-    fits = all(step % per_16_bytes == 0 for size, step in outer if size > 1)
-    return fits and tensor.stride(3) == 1 and tensor.data_ptr() % 16 == 0

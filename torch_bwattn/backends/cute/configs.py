@@ -148,10 +148,15 @@ def packed_heads(problem: Problem) -> int:
     return group if group > 1 and SLAB % group == 0 and problem.q_len < SLAB else 1
 
 
+def dtype_name(problem: Problem) -> str:
+    """As kernels are told it."""
+    return str(problem.dtype).removeprefix("torch.")
+
+
 def features(problem: Problem) -> ForwardFeatures:
     """The features of a problem."""
     return ForwardFeatures(
-        dtype=str(problem.dtype).removeprefix("torch."),
+        dtype=dtype_name(problem),
         head_dim=problem.head_dim,
         value_dim=problem.value_dim,
         right=problem.diagonal is not None,
@@ -254,7 +259,7 @@ def counts_tiles(problem: Problem) -> bool:
 def backward_features(problem: Problem) -> BackwardFeatures:
     """The backward's features of a problem."""
     return BackwardFeatures(
-        dtype=str(problem.dtype).removeprefix("torch."),
+        dtype=dtype_name(problem),
         head_dim=problem.head_dim,
         value_dim=problem.value_dim,
         right=problem.diagonal is not None,
