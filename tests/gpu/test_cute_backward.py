@@ -249,7 +249,9 @@ def test_preprocess(value_dim, layout, device):
     lse[0, 1, 7] = -torch.inf
     key = KernelKey("backward_preprocess", calls.ARCH, ("bfloat16", value_dim, layout == "dense", True))
     norm, delta = (torch.full((2, 3, padded), float("nan"), device=device) for _ in range(2))
-    compiled(key, calls.build_of(key))(out, grad_out, lse, grad_lse, norm, delta)
+    zeros = torch.full((123456,), float("nan"), device=device)
+    compiled(key, calls.build_of(key))(out, grad_out, lse, grad_lse, norm, delta, zeros)
+    assert (zeros == 0).all()
     expected = (out.float() * grad_out.float()).sum(-1) - grad_lse
     torch.testing.assert_close(delta[..., :100], expected, atol=1e-4, rtol=1e-5)
     assert (delta[..., 100:] == 0).all()

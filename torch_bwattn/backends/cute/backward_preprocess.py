@@ -3,6 +3,7 @@
     delta = sum_d O_d dO_d - dlse        lse2 = log2(e) * lse, or +inf where the query sees no key
 
 Both are padded to whole tiles of queries, delta with 0 and lse2 with +inf, so that P and dS of what is no query are 0.
+What the backward adds to is set to 0 on the way, by each program a part.
 A few lanes of a warp have a row: eight elements each, where rows are contiguous and aligned one load of 16 bytes.
 """
 
@@ -49,6 +50,7 @@ class Preprocess:
             rows(length) if self.with_lse_grad else None,
             rows(padded),
             rows(padded),
+            cute.runtime.make_fake_tensor(Float32, (cute.sym_int64(divisibility=4),), (1,), assumed_align=16),
             cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True),
         )
 
@@ -61,12 +63,13 @@ class Preprocess:
         dlse: cute.Tensor | None,
         lse2: cute.Tensor,
         delta: cute.Tensor,
+        zeros: cute.Tensor,
         stream: cuda.CUstream,
     ) -> None:
-        """Launches the kernel: ``[B, H, S, Dv]``, ``[B, H, S]``, and the results ``[B, H, S padded]``."""
+        """Launches the kernel: ``[B, H, S, Dv]``, ``[B, H, S]``, the results ``[B, H, S padded]``, what becomes 0."""
         blocks = cute.ceil_div(delta.shape[2], self.rows)
         divisors = cute.FastDivmodDivisorV2(blocks), cute.FastDivmodDivisorV2(o.shape[1])
-        self.kernel(o, do, lse, dlse, lse2, delta, *divisors).launch(
+        self.kernel(o, do, lse, dlse, lse2, delta, zeros, *divisors).launch(
             grid=(blocks * o.shape[1] * o.shape[0], 1, 1), block=(_THREADS, 1, 1), stream=stream
         )
 
@@ -79,10 +82,12 @@ class Preprocess:
         dlse: cute.Tensor | None,
         lse2: cute.Tensor,
         delta: cute.Tensor,
+        zeros: cute.Tensor,
         blocks: cute.FastDivmodDivisorV2,
         heads: cute.FastDivmodDivisorV2,
     ) -> None:
         thread = cute.arch.thread_idx()[0]
+        self.clear(zeros, thread)
         pair, block = divmod(cute.arch.block_idx()[0], blocks)
         batch, head = divmod(pair, heads)
         row, part = block * self.rows + thread // self.lanes, thread % self.lanes
@@ -100,6 +105,17 @@ class Preprocess:
             if row < delta.shape[2]:
                 delta[batch, head, row] = total
                 lse2[batch, head, row] = power
+
+    @cute.jit
+    def clear(self, zeros: cute.Tensor, thread: Int32) -> None:
+        """The program's part of what becomes 0, 16 bytes a thread at a time."""
+        quads = Int32(zeros.shape[0] // 4)
+        share = cute.ceil_div(quads, cute.arch.grid_dim()[0])
+        first = cute.arch.block_idx()[0] * share
+        four = cute.make_rmem_tensor((4,), Float32)
+        four.fill(0.0)
+        for i in cutlass.range(first + thread, cutlass.min(first + share, quads), _THREADS, unroll=1):
+            cute.autovec_copy(four, cute.local_tile(zeros, (4,), (i,)))
 
     @cute.jit
     def product(self, o: cute.Tensor, do: cute.Tensor, part: Int32) -> Float32:

@@ -510,18 +510,17 @@ class Backward:
                 lse_tiles = cute.local_tile(lse[tile.batch, head, None], (self.tile_m,), (None,))
                 delta_tiles = cute.local_tile(delta[tile.batch, head, None], (self.tile_m,), (None,))
                 for m in cutlass.range(tile.begin, tile.end, unroll=1):
-                    self.load(q.atom, q_views, m, q_pipe, state)
-                    with cute.arch.elect_one():
-                        barrier = q_pipe.producer_get_barrier(state)
-                        cute.copy(vector, lse_tiles[None, m], shared.lse[None, state.index], mbar_ptr=barrier)
+                    self.load_with_rows(
+                        q.atom, q_views, vector, lse_tiles, shared.lse, m, q_pipe, state, self.bytes_of(self.q_tile)
+                    )
                     if v_due:
                         v_views = self.views(v, self.v_tile, shared.v, tile.kv_head, tile.batch)
                         self.load(v.atom, v_views, tile.n, v_pipe, once)
                         v_due = Boolean(False)
-                    self.load(do.atom, do_views, m, do_pipe, state)
-                    with cute.arch.elect_one():
-                        barrier = do_pipe.producer_get_barrier(state)
-                        cute.copy(vector, delta_tiles[None, m], shared.delta[None, state.index], mbar_ptr=barrier)
+                    self.load_with_rows(
+                        do.atom, do_views, vector, delta_tiles, shared.delta, m, do_pipe, state,
+                        self.bytes_of(self.do_tile),
+                    )  # fmt: skip
                     state.advance()
             if v_due:
                 v_views = self.views(v, self.v_tile, shared.v, tile.kv_head, tile.batch)
@@ -558,6 +557,31 @@ class Backward:
         """Loads a tile into a stage once that is free."""
         pipe.producer_acquire(state)
         cute.copy(atom, views[1][None, n], views[0][None, state.index], tma_bar_ptr=pipe.producer_get_barrier(state))
+
+    @cute.jit
+    def load_with_rows(
+        self,
+        atom: cute.CopyAtom,
+        views: tuple[cute.Tensor, cute.Tensor],
+        vector: cute.CopyAtom,
+        rows: cute.Tensor,
+        shared: cute.Tensor,
+        m: Int32,
+        pipe: pipeline.PipelineTmaAsync,
+        state: pipeline.PipelineState,
+        tile_bytes: cutlass.Constexpr,
+    ) -> None:
+        """The same for a tile of queries and a number of each.
+
+        Threads read these numbers, so compute-sanitizer follows them. To it, an arrival on a barrier covers what its
+        thread did before, so it comes last.
+        """
+        barrier = pipe.producer_get_barrier(state)
+        pipe.sync_object_empty.wait(state.index, state.phase)
+        cute.copy(atom, views[1][None, m], views[0][None, state.index], tma_bar_ptr=barrier)
+        with cute.arch.elect_one():
+            cute.copy(vector, rows[None, m], shared[None, state.index], mbar_ptr=barrier)
+            cute.arch.mbarrier_arrive_and_expect_tx(barrier, tile_bytes + self.tile_m * 4)
 
     # ----------------------------------------------------------------------------------------------- the consumers
 
@@ -788,7 +812,9 @@ class Backward:
         wgmma.issue(products.dk, values.dk, ds, operands.q_t[None, None, None, stage], Boolean(True))
         if const_expr(overlaps):
             warpgroup.wait_group(2)
-            self.exponentials(products.s, values, parts, ahead.index, c, cap, limits, next_query, first_key, thread)
+            # Always so; but what stands behind a condition is not put off until it is needed, after the products.
+            if limits.kv_len > 0:
+                self.exponentials(products.s, values, parts, ahead.index, c, cap, limits, next_query, first_key, thread)
         warpgroup.wait_group(1)
         self.release(do_pipe, state)
         if const_expr(self.by_keys):

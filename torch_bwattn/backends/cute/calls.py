@@ -164,6 +164,7 @@ class Backward:
         self._wide = False
         self._copies = False
         self._layouts: tuple[tuple[Any, Any], ...] = ()
+        self._views: tuple[_View | None, ...] | None = None
         self._rows: tuple[int, ...] = ()
         self._workspace = 0
         self._options: tuple[Any, ...] = ()
@@ -179,18 +180,23 @@ class Backward:
         q, k, v, device = x.q, x.k, x.v, x.q.device
         do = empty_like_order(x.out, problem.value_dim).copy_(x.grad_out) if self._copies else x.grad_out
         norm, delta = (torch.empty(self._rows, dtype=torch.float32, device=device) for _ in range(2))
-        prepare(x.out, do, x.lse, x.grad_lse, norm, delta)
-        sums = torch.zeros(self._workspace, dtype=torch.float32, device=device)
-        dq, dk, dv = (t.new_empty_strided(*layout) for t, layout in zip((q, k, v), self._layouts, strict=True))
-        for_tma = (t if (view := _view_for_tma(t)) is None else t.as_strided(*view) for t in (q, k, v, do, dk, dv))
-        q, k, v, do, dk_view, dv_view = for_tma
-        main(q, k, v, do, norm, delta, dk_view, dv_view, sums, *self._options)
+        sums = torch.empty(self._workspace, dtype=torch.float32, device=device)
+        prepare(x.out, do, x.lse, x.grad_lse, norm, delta, sums)
+        dq, dk, dv = self._gradients(x)
+        operands: tuple[Tensor, ...] = (q, k, v, do, dk, dv, dq)
+        if self._views is not None:
+            operands = tuple(
+                t if view is None else t.as_strided(*view) for t, view in zip(operands, self._views, strict=True)
+            )
+        main(*operands[:4], norm, delta, *operands[4:6], sums, *self._options)
         if wanted[0]:
-            view = _view_for_tma(dq)
-            target = dq if view is None else dq.as_strided(*view)
-            finish(sums, target, *self._steps, problem.scale, None, None, problem.batch, problem.q_len)
+            finish(sums, operands[6], *self._steps, problem.scale, None, None, problem.batch, problem.q_len)
         dsink = sinks.gradient(x.sink, norm, delta) if wanted[4] and x.sink is not None else None
         return dq, dk, dv, None, dsink
+
+    def _gradients(self, x: BackwardInputs) -> tuple[Tensor, ...]:
+        """New ones of q, k and v."""
+        return tuple(t.new_empty_strided(*layout) for t, layout in zip((x.q, x.k, x.v), self._layouts, strict=True))
 
     def _prepare(self, x: BackwardInputs) -> None:
         problem, config = self.problem, configs.backward(self.problem)
@@ -201,6 +207,10 @@ class Backward:
         self._workspace, of_head = configs.backward_workspace(problem)
         self._steps = problem.heads * of_head, of_head
         self._layouts = tuple((tuple(t.shape), dense_strides(t, t.shape)) for t in (x.q, x.k, x.v))
+        dq, dk, dv = self._gradients(x)
+        do = dv if self._copies else x.grad_out  # a copy is dense, as dv is
+        views = tuple(map(_view_for_tma, (x.q, x.k, x.v, do, dk, dv, dq)))
+        self._views = views if any(views) else None
         left = None if problem.low_diagonal is None else -problem.low_diagonal
         programs = torch.cuda.get_device_properties(x.q.device).multi_processor_count
         self._options = problem.scale, problem.softcap, problem.diagonal, left, programs

@@ -278,12 +278,14 @@ def backward_widths(features: BackwardFeatures) -> tuple[int, int]:
 def backward_workspace(problem: Problem) -> tuple[int, int]:
     """(4-byte elements that the backward needs and finds to be 0, of which so many are of a head of the sums).
 
-    The sums, then one turn for each of their halves where results are to be repeatable, then a counter.
+    The sums, then one turn for each of their halves where results are to be repeatable, then a counter; in all a
+    multiple of 16 bytes.
     """
     features, config = backward_features(problem), backward(problem)
     tiles = -(-problem.q_len // config.tile_m)
     of_head, heads = tiles * config.tile_m * backward_widths(features)[0], problem.batch * problem.heads
-    return heads * of_head + (2 * heads * tiles if features.deterministic else 0) + 1, of_head
+    elements = heads * of_head + (2 * heads * tiles if features.deterministic else 0) + 1
+    return -(-elements // 4) * 4, of_head
 
 
 def postprocess(problem: Problem) -> PostprocessConfig:
