@@ -156,8 +156,8 @@ def accumulated(values: torch.Tensor, config: configs.PostprocessConfig) -> torc
     if config.swapped:
         rows, columns = columns, rows
     taken = values[..., rows.to(values.device), columns.to(values.device)]  # [..., threads, values]
-    groups = config.threads // 128
-    four = taken.unflatten(-1, (-1, 4)).unflatten(-3, (groups, 128))  # [..., group, 128, values / 4, 4]
+    # [..., set of threads, thread, values / 4, 4]
+    four = taken.unflatten(-1, (-1, 4)).unflatten(-3, (-1, config.side_by_side))
     return four.transpose(-2, -3).flatten(-4)
 
 
@@ -167,6 +167,8 @@ POSTPROCESSES = [
     configs.PostprocessConfig(80, 64, 64, swapped=True),
     configs.PostprocessConfig(90, 64, 128, 256, "columns"),
     configs.PostprocessConfig(90, 128, 64, 256, "rows"),
+    configs.PostprocessConfig(90, 128, 64, 256, "rows", side_by_side=32),
+    configs.PostprocessConfig(90, 64, 128, 256, "columns", side_by_side=32),
     configs.PostprocessConfig(90, 64, 256, 256, "columns"),
     configs.PostprocessConfig(90, 64, 96, 128),
     configs.PostprocessConfig(90, 80, 128, 256, swapped=True),

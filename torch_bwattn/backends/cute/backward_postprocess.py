@@ -3,9 +3,9 @@
     dq[query, d] = scale * acc(query, d)
 
 The accumulator holds, for each tile of queries, the registers of the product that made it (:mod:`.parts.accumulators`),
-of 128 threads after 128 threads, four floats of a thread side by side. So a thread reads its own values in the order
-in which they were written, 16 bytes at a time and next to its neighbours'. They go through shared memory, transposed
-where the product was, to rows that are stored 16 bytes at a time.
+of 128 threads after 128 threads, or of a warp after a warp, four floats of a thread side by side. So a thread reads its
+own values in the order in which they were written, 16 bytes at a time and next to its neighbours'. They go through
+shared memory, transposed where the product was, to rows that are stored 16 bytes at a time.
 
 Batches of several lengths: ``cu_seqlens_q`` has the first row of each sequence in ``dq``, whose batch is then 1, and
 sequence b starts in the accumulator at row ``(cu_seqlens_q[b] + b * tile_m) // tile_m * tile_m``. ``seqused_q`` gives
@@ -23,7 +23,6 @@ from cutlass import Float32, Int32, Int64, const_expr, cute
 from .configs import PostprocessConfig, why_no_postprocess
 from .forward_sm90 import DTYPES
 from .parts import wgmma
-from .parts.accumulators import WARP_GROUP
 
 _PITCH = 8  # elements between a row's end and the next row in shared memory, against bank conflicts
 
@@ -132,11 +131,12 @@ class Postprocess:
         """A thread's values, scaled and converted, to their places."""
         accumulator = self.config.accumulator
         values = accumulator.values
-        offset = start + (thread // WARP_GROUP) * (values * WARP_GROUP) + (thread % WARP_GROUP) * 4
+        together = self.config.side_by_side
+        offset = start + (thread // together) * (values * together) + (thread % together) * 4
         own = acc.iterator + cute.assume(offset, divby=4)
         wide = cute.make_rmem_tensor(cute.make_layout((4, values // 4)), Float32)
         for i in cutlass.range_constexpr(values // 4):
-            four = cute.make_tensor(own + 4 * WARP_GROUP * i, cute.make_layout(4))
+            four = cute.make_tensor(own + 4 * together * i, cute.make_layout(4))
             cute.autovec_copy(four, wide[None, i])
         for i in cutlass.range_constexpr(values // 4):
             for j in cutlass.range_constexpr(4):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from ...problem import Problem
-from .parts.accumulators import Accumulator
+from .parts.accumulators import WARP, WARP_GROUP, Accumulator
 
 WIDEST = 256
 """Columns of Q, K and V that kernels take."""
@@ -48,15 +48,21 @@ class BackwardConfig:
     Attributes:
         tile_m: Queries of a visit.
         tile_n: Keys of a program: 128, of which each of two groups has half, or 64, of which each has half the columns.
-        direct: dQ is added from registers, not from shared memory.
+        adders: What adds dQ at once: "threads" add their registers; "warps", or "groups" of four, what they have
+            written to shared memory.
     """
 
     tile_m: int
     tile_n: int
-    direct: bool
+    adders: str
 
     def __str__(self) -> str:
-        return f"{self.tile_m}x{self.tile_n}, dQ from {'registers' if self.direct else 'shared memory'}"
+        return f"{self.tile_m}x{self.tile_n}, dQ added by {self.adders}"
+
+    @property
+    def direct(self) -> bool:
+        """Whether dQ is added from registers, and has no shared memory."""
+        return self.adders == "threads"
 
     @property
     def by_keys(self) -> bool:
@@ -80,6 +86,7 @@ class PostprocessConfig:
         threads: 128 or 256, of the product and of this kernel.
         split: What tells the two groups of 256 threads apart, in the product's own rows and columns.
         swapped: The product was (width, queries).
+        side_by_side: Threads whose four floats lie side by side: 128 or 32.
     """
 
     arch: int
@@ -88,6 +95,7 @@ class PostprocessConfig:
     threads: int = 128
     split: str = "rows"
     swapped: bool = False
+    side_by_side: int = WARP_GROUP
 
     @property
     def accumulator(self) -> Accumulator:
@@ -104,6 +112,8 @@ def why_no_postprocess(dtype: str, head_dim: int, config: PostprocessConfig) -> 
         return f"head_dim: expected a multiple of 8 up to {WIDEST}, got {head_dim}"
     if config.width < head_dim:
         return f"width: expected at least head_dim {head_dim}, got {config.width}"
+    if config.side_by_side not in (WARP, WARP_GROUP):
+        return f"side_by_side: expected 32 or 128, got {config.side_by_side}"
     return config.accumulator.why_not() or None
 
 
@@ -291,7 +301,7 @@ def backward_workspace(problem: Problem) -> tuple[int, int]:
 def postprocess(problem: Problem) -> PostprocessConfig:
     """How the accumulator that the backward fills is finished."""
     config, (width, _) = backward(problem), backward_widths(backward_features(problem))
-    return PostprocessConfig(90, config.tile_m, width, 256, config.dq_split)
+    return PostprocessConfig(90, config.tile_m, width, 256, config.dq_split, side_by_side=WARP)
 
 
 # TFLOP/s not causal / causal of preprocess, kernel and postprocess together, B4 H32 S8192 unless said otherwise, bf16,
@@ -300,15 +310,19 @@ def postprocess(problem: Problem) -> PostprocessConfig:
 # Tried and left out: dQ from registers where shared memory has room for it, 503 / 495 at 128; a warp that has it added,
 # where that has no order to keep, 588 / 555 against 614 / 585; S and dP issued together, not the next S ahead,
 # 537 / 521 at 128, 510 / 503 at 64, but 410 / 385 at 256; programs of one tile of keys, -4 % at B32 H16 S512.
+# The next P pinned before dQ is issued, 550 / 539 at 128 against 597 / 592, or after the next dP is, 521 / 514: as the
+# assembler has it, its instructions lie between those that issue that dP. dQ a visit later, so that no group waits for
+# the other's dS, with rings of three and 40 bytes of spills, 548 / 535 against 588 / 585.
 
-_BACKWARD_64 = BackwardConfig(128, 128, direct=False)
-"""516 / 524 [443 / 401]; 64 queries 454 / 434."""
+_BACKWARD_64 = BackwardConfig(128, 128, adders="warps")
+"""516 / 524 [443 / 401]; 64 queries 454 / 434. Added by groups 513 / 515, by warps 530 / 511."""
 
-_BACKWARD_128 = BackwardConfig(64, 128, direct=False)
-"""617 / 604 [532 / 494], B1 H16 S16384 635 / 633 [539 / 515]; 80 queries 601 / 590, 615 / 625. Also where a soft cap
+_BACKWARD_128 = BackwardConfig(64, 128, adders="groups")
+"""617 / 604 [532 / 494], B1 H16 S16384 635 / 633 [539 / 515]; 80 queries 601 / 590, 615 / 625. Added
+by groups 597 / 592, by warps 597 / 579. Also where a soft cap
 takes the registers that more queries would need."""
 
-_BACKWARD_WIDE = BackwardConfig(64, 64, direct=True)
+_BACKWARD_WIDE = BackwardConfig(64, 64, adders="threads")
 """Width 256, B2 H16: 403 / 376 [357 / 407]. Shared memory is full, so dQ is added from registers."""
 
 

@@ -1,8 +1,9 @@
 """Sums in global memory to which many programs add: the fp32 accumulator of dQ.
 
-A tile of queries has, of each of two groups of warps, the group's registers, four floats of a thread side by side: so
-128 threads add to 512 floats in a row. A group adds straight from its registers, 16 bytes a thread, or writes them to
-shared memory, from where one instruction adds them all while the group goes on.
+A tile of queries has the registers of two groups of warps, warp after warp, four floats of a thread side by side: so 32
+threads add to 128 floats in a row. A group adds straight from its registers, 16 bytes a thread, or writes them to
+shared memory, from where one instruction of each warp adds all the warp's, or one all the group's, while the warps go
+on.
 
 For repeatable results programs add to a tile in a fixed order, one after the other: ``turns`` says for each tile and
 group how many have. Where later keys are limited, that is from the last keys to the first, in which order their
@@ -19,8 +20,9 @@ import cutlass
 from cutlass import Int32, Int64, const_expr, cute
 from cutlass.experimental import primitives
 
-_GROUPS, _WARP_GROUP, _WARP = 2, 128, 32
-_AT_ONCE = 4 * _WARP_GROUP
+from .accumulators import WARP, WARP_GROUP
+
+_AT_ONCE = 4 * WARP
 _TAKEN = 8  # the first of the named barriers at which a group's memory is its own again
 _WRITTEN = 10  # the first of those at which it is the adder's
 
@@ -38,14 +40,15 @@ def add(acc: cute.Tensor, sums: Sums, slot: Int64, earlier: Int32, lane: Int32, 
 
     The turn is passed when the group comes again, with ``last``, or finishes: by then all has arrived in memory.
     """
-    elements = cute.size(acc) * _WARP_GROUP
+    values = cute.size(acc)
     if const_expr(sums.turns is not None):
         pass_own_turn(sums, lane, barrier, last)
         if lane == 0:
             spin(sums, slot, earlier)
-        cute.arch.barrier(barrier_id=barrier, number_of_threads=_WARP_GROUP)
-    address = (sums.memory + (slot * elements + lane * 4)).toint()
-    for i in cutlass.range_constexpr(elements // _AT_ONCE):
+        cute.arch.barrier(barrier_id=barrier, number_of_threads=WARP_GROUP)
+    within = lane // WARP * (values * WARP) + lane % WARP * 4
+    address = (sums.memory + (slot * (values * WARP_GROUP) + within)).toint()
+    for i in cutlass.range_constexpr(values // 4):
         cute.arch.inline_ptx(
             "red.relaxed.gpu.global.add.v4.f32 [{$r0}], {{$r1}, {$r2}, {$r3}, {$r4}};",
             read_only_args=[address + 4 * _AT_ONCE * i, *(acc[4 * i + j] for j in range(4))],
@@ -58,51 +61,67 @@ def pass_own_turn(sums: Sums, lane: Int32, barrier: Int32, last: Int64) -> None:
     if const_expr(sums.turns is not None):  # noqa: SIM102 (joined, the two would be one that is decided when run)
         if last >= 0:
             cute.arch.fence_acq_rel_gpu()
-            cute.arch.barrier(barrier_id=barrier, number_of_threads=_WARP_GROUP)
+            cute.arch.barrier(barrier_id=barrier, number_of_threads=WARP_GROUP)
             if lane == 0:
                 pass_turn(sums, last)
 
 
 @cute.jit
-def await_memory(sums: Sums, group: Int32) -> None:
-    """A group waits until its memory has been added."""
+def await_memory(sums: Sums, group: Int32, by_warps: cutlass.Constexpr) -> None:
+    """A group waits until its memory has been added, or each warp for its own part."""
     if const_expr(sums.turns is None):
         cute.arch.cp_async_bulk_wait_group(0, read=True)  # only who had it added has something to wait for
-        cute.arch.barrier(barrier_id=_TAKEN + group, number_of_threads=_WARP_GROUP)
+        if const_expr(by_warps):
+            cute.arch.sync_warp()
+        else:
+            cute.arch.barrier(barrier_id=_TAKEN + group, number_of_threads=WARP_GROUP)
     else:
-        cute.arch.barrier(barrier_id=_TAKEN + group, number_of_threads=_WARP_GROUP + _WARP)
+        cute.arch.barrier(barrier_id=_TAKEN + group, number_of_threads=WARP_GROUP + WARP)
 
 
 @cute.jit
 def write(acc: cute.Tensor, shared: cute.Pointer, lane: Int32) -> None:
     """A group writes its registers to its memory."""
     parts = cute.size(acc) // 4
-    target = cute.make_tensor(shared, cute.make_layout((4, _WARP_GROUP, parts)))
+    layout = cute.make_layout((4, WARP, WARP_GROUP // WARP, parts), stride=(1, 4, _AT_ONCE * parts, _AT_ONCE))
+    target = cute.make_tensor(shared, layout)
     for i in cutlass.range_constexpr(parts):
         four = cute.make_tensor(acc.iterator + 4 * i, cute.make_layout(4))
-        cute.autovec_copy(four, target[None, lane, i])
+        cute.autovec_copy(four, target[None, lane % WARP, lane // WARP, i])
 
 
 @cute.jit
 def hand_over(
-    shared: cute.Pointer, elements: cutlass.Constexpr, sums: Sums, slot: Int64, group: Int32, lane: Int32
+    shared: cute.Pointer,
+    elements: cutlass.Constexpr,
+    sums: Sums,
+    slot: Int64,
+    group: Int32,
+    lane: Int32,
+    by_warps: cutlass.Constexpr,
 ) -> None:
-    """A group has its memory added, or leaves that to its adder."""
+    """A group has its memory added, in one piece or each warp its part, or leaves that to its adder."""
     cute.arch.fence_view_async_shared()
-    if const_expr(sums.turns is None):
-        cute.arch.barrier(barrier_id=_WRITTEN + group, number_of_threads=_WARP_GROUP)
+    if const_expr(sums.turns is None and by_warps):
+        cute.arch.sync_warp()
+        warp = cute.arch.make_warp_uniform(lane // WARP)
+        if lane % WARP == 0:
+            add_memory(shared, elements, sums, slot, warp, WARP_GROUP // WARP)
+    elif const_expr(sums.turns is None):
+        cute.arch.barrier(barrier_id=_WRITTEN + group, number_of_threads=WARP_GROUP)
         if lane == 0:
-            add_memory(shared, elements, sums, slot)
+            add_memory(shared, elements, sums, slot, Int32(0), 1)
     else:
-        cute.arch.barrier_arrive(barrier_id=_WRITTEN + group, number_of_threads=_WARP_GROUP + _WARP)
+        cute.arch.barrier_arrive(barrier_id=_WRITTEN + group, number_of_threads=WARP_GROUP + WARP)
 
 
-def add_memory(shared: cute.Pointer, elements: int, sums: Sums, slot: Int64) -> None:
-    """One thread has a group's memory added."""
+def add_memory(shared: cute.Pointer, elements: int, sums: Sums, slot: Int64, part: Int32, parts: int) -> None:
+    """One thread has a group's memory added, or one of so many parts of it."""
+    of_part = elements // parts
     primitives.cp_reduce_async_bulk_global_shared_cta(
-        sums.memory + slot * elements,
-        shared,
-        4 * elements,
+        sums.memory + (slot * elements + part * of_part),
+        shared + cute.assume(part * of_part, divby=4 * WARP),
+        4 * of_part,
         op=primitives.CpReduceOp.ADD,
         type=primitives.CpReduceType.F32,
     )
@@ -112,7 +131,7 @@ def add_memory(shared: cute.Pointer, elements: int, sums: Sums, slot: Int64) -> 
 @cute.jit
 def free_memory(group: Int32) -> None:
     """The adder lets its group write again."""
-    cute.arch.barrier_arrive(barrier_id=_TAKEN + group, number_of_threads=_WARP_GROUP + _WARP)
+    cute.arch.barrier_arrive(barrier_id=_TAKEN + group, number_of_threads=WARP_GROUP + WARP)
 
 
 @cute.jit
@@ -126,10 +145,10 @@ def deliver(
     last: Int64,
 ) -> None:
     """The adder: adds what its group hands over, and passes the turn at ``last``, the slot before, if not negative."""
-    cute.arch.barrier(barrier_id=_WRITTEN + group, number_of_threads=_WARP_GROUP + _WARP)
+    cute.arch.barrier(barrier_id=_WRITTEN + group, number_of_threads=WARP_GROUP + WARP)
     if cute.arch.lane_idx() == 0:
         spin(sums, slot, earlier)
-        add_memory(shared, elements, sums, slot)
+        add_memory(shared, elements, sums, slot, Int32(0), 1)
         if last >= 0:
             cute.arch.cp_async_bulk_wait_group(1, read=False)
             pass_turn(sums, last)
