@@ -85,7 +85,7 @@ def test_every_config_is_among_those():
 def test_the_verdict_names_the_config():
     verdict = CuteBackend().supports(problem())
     assert verdict
-    assert verdict.config == "64x128, dQ from shared memory"
+    assert verdict.config == "64x128, dQ added by groups"
 
 
 @pytest.mark.parametrize("q_len", [1, 64, 65, 1000])
