@@ -1,5 +1,7 @@
 import contextlib
 import gc
+from collections import Counter
+from itertools import pairwise
 
 import pytest
 
@@ -37,8 +39,14 @@ def costing(name, ms):
     return Contender(work)
 
 
-def test_turns_alternate():
-    assert turns(["a", "b", "c"], 3) == [["a", "b", "c"], ["c", "b", "a"], ["a", "b", "c"]]
+@pytest.mark.parametrize("count", range(9))
+def test_each_follows_each_other_equally_often(count):
+    keys = list(range(count))
+    rounds = turns(keys, 2 * count)
+    assert all(sorted(order) == keys for order in rounds)
+    followers = Counter(pair for order in rounds for pair in pairwise(order))
+    assert len(followers) == count * (count - 1)
+    assert set(followers.values()) <= {2}
 
 
 def test_contenders_are_timed_in_alternating_turns():

@@ -1,7 +1,7 @@
 """Clocks and the order in which competing implementations meet them.
 
-All implementations of a row are timed in turns, forwards and then backwards through the list, so that a card whose
-clock sinks while it heats favours nobody. Every figure is a median over single calls.
+All implementations of a row are timed in turns, each after each of the others equally often: a card whose clock sinks
+with the power that it has just drawn favours who follows a slow one. Every figure is a median over single calls.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import gc
+import itertools
 import math
 import statistics
 import time
@@ -73,13 +74,13 @@ class Budget:
     Attributes:
         warmup_ms: Untimed calls before the first timed one, in milliseconds of work.
         rep_ms: Timed calls, in milliseconds of work, all rounds together.
-        rounds: Turns that each implementation gets.
+        rounds: Turns that each implementation gets. Ten are balanced for five implementations, and for ten.
         max_laps: Most timed calls in one turn, which bounds the events of very short calls.
     """
 
     warmup_ms: float = 25.0
     rep_ms: float = 120.0
-    rounds: int = 4
+    rounds: int = 10
     max_laps: int = 400
 
     def __post_init__(self) -> None:
@@ -128,8 +129,18 @@ def quantile(values: Sequence[float], fraction: float) -> float:
 
 
 def turns(keys: Sequence[Key], rounds: int) -> list[list[Key]]:
-    """The order of each round: as given, then reversed, and so on."""
-    return [list(keys) if index % 2 == 0 else list(reversed(keys)) for index in range(rounds)]
+    """The order of each round: a Latin square in which each follows each other one equally often.
+
+    Each row goes to and fro through the list (first, second, last, third, last but one, ...), a place further on than
+    the row before; an odd number of keys needs each row's reverse too (E. J. Williams, 1949). So as many rounds as keys
+    are balanced, or twice as many.
+    """
+    count = len(keys)
+    places = [(index + 1) // 2 if index % 2 else -(index // 2) for index in range(count)]
+    rows = [[keys[(place + start) % count] for place in places] for start in range(count)]
+    if count % 2:
+        rows = [order for row in rows for order in (row, row[::-1])]
+    return list(itertools.islice(itertools.cycle(rows or [[]]), rounds))
 
 
 def describe_failure(error: BaseException, limit: int = 300) -> str:

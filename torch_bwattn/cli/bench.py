@@ -43,7 +43,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     )
     how.add_argument("--warmup-ms", type=float, metavar="MS", help="untimed work before each timing (default: 25)")
     how.add_argument("--rep-ms", type=float, metavar="MS", help="timed work per implementation and row (default: 120)")
-    how.add_argument("--rounds", type=int, metavar="N", help="turns of each implementation (default: 4)")
+    how.add_argument("--rounds", type=int, metavar="N", help="turns of each implementation (default: 10)")
     how.add_argument("--slices", metavar="N", help="slices of each result that are checked, or all (default: all)")
     how.add_argument("--seed", type=int, default=0, help="of the inputs (default: 0)")
     how.add_argument(
