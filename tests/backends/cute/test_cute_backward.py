@@ -124,6 +124,7 @@ def test_a_gradient_that_suits_no_bulk_copy_is_no_reason_to_refuse():
         ("bfloat16", 64, configs.PostprocessConfig(75, 64, 64), "arch"),
         ("bfloat16", 64, configs.PostprocessConfig(90, 64, 64, 96), "threads"),
         ("bfloat16", 64, configs.PostprocessConfig(90, 64, 64, 256), "rows"),
+        ("bfloat16", 64, configs.PostprocessConfig(90, 64, 64, side_by_side=64), "side_by_side"),
     ],
     ids=str,
 )

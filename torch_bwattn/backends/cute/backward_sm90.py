@@ -41,7 +41,6 @@ from .parts import queries, schedule, softmax, sums, wgmma
 _GROUPS = 2
 _REGISTERS = (24, 240)
 _STAGES = 2
-_OWN = 1  # the first of the named barriers that join a group's warps
 _BOTH = 3  # that joins both groups
 _APART = 16  # tiles of queries up to which programs of one head start their visits apart
 _ADDERS = 1  # the first of the warps beside the producer that add a group's dQ
@@ -145,7 +144,7 @@ class Backward:
         self.s_tile = (self.tile_n, self.tile_m)
         # As dQ takes it, where nothing else reads it.
         self.ds_tile = (self.tile_m, self.tile_n) if self.by_keys else self.s_tile
-        self.has_adders = features.deterministic and not config.direct
+        self.has_adders = features.deterministic
         self.dq_elements = self.tile_m * self.width // _GROUPS  # of a group
 
     def layouts(self) -> tuple[cute.ComposedLayout, ...]:
@@ -608,24 +607,27 @@ class Backward:
         """A group's adder: what the group makes of dQ, visit by visit."""
         _, _, k_pipe, _ = pipes
         warp_group = warp_index - _ADDERS
-        own = dq_memory.data_ptr() + cute.assume(warp_group * self.dq_elements, divby=256)
+        own = None
+        if const_expr(not self.config.direct):
+            own = dq_memory.data_ptr() + cute.assume(warp_group * self.dq_elements, divby=256)
         once = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, 1)
         index = self.awaited_tile(next_tile, k_pipe, once)
         while index < order.total:
             tile = self.tile_of(order, index, limits)
             k_pipe.consumer_release(once)
             once.advance()
-            last = Int64(-1)
-            if tile.begin < tile.end:
-                sums.free_memory(warp_group)
+            if const_expr(own is not None):  # noqa: SIM102 (joined, both would be decided when run)
+                if tile.begin < tile.end:
+                    sums.free_memory(warp_group)
             for g in cutlass.range(group, unroll=1):
                 head = Int64((tile.batch * order.heads.divisor + tile.kv_head) * group + g)
                 for m in cutlass.range(tile.begin, tile.end, unroll=1):
                     slot = (head * m_tiles + m) * _GROUPS + warp_group
                     before = self.before(tile, m, limits)
-                    sums.deliver(own, self.dq_elements, dq, slot, before, warp_group, last)
-                    last = slot
-            sums.finish(dq, last)
+                    if const_expr(own is None):
+                        sums.let_add(dq, slot, before, warp_group)
+                    else:
+                        sums.deliver(own, self.dq_elements, dq, slot, before, warp_group)
             index = self.awaited_tile(next_tile, k_pipe, once)
 
     @cute.jit
@@ -678,7 +680,6 @@ class Backward:
                 do_now = operands.do[None, None, None, state.index]
                 wgmma.issue(products.s, values.dp, operands.v, do_now, Boolean(False))
                 self.await_stores()
-                last = Int64(-1)
                 for _ in cutlass.range(visits - 1, unroll=1):
                     next_m, next_head = m + 1, head
                     if next_m == tile.end:
@@ -687,20 +688,18 @@ class Backward:
                         next_head = head + 1
                     ahead = state.clone()
                     ahead.advance()
-                    slot, before = (Int64(head) * m_tiles + m) * _GROUPS + warp_group, self.before(tile, m, limits)
+                    slot = (Int64(head) * m_tiles + m) * _GROUPS + warp_group
                     self.visit(
-                        products, operands, values, parts, shared.ds_written, dq, own, slot, last, before, q_pipe,
+                        products, operands, values, parts, shared.ds_written, dq, own, slot, q_pipe,
                         do_pipe, state, ahead, c, cap, limits, next_m * self.tile_m, first_key, thread, warp_group,
                         True,
                     )  # fmt: skip
-                    m, head, state, last = next_m, next_head, ahead, slot
-                slot, before = (Int64(head) * m_tiles + m) * _GROUPS + warp_group, self.before(tile, m, limits)
+                    m, head, state = next_m, next_head, ahead
+                slot = (Int64(head) * m_tiles + m) * _GROUPS + warp_group
                 self.visit(
-                    products, operands, values, parts, shared.ds_written, dq, own, slot, last, before, q_pipe, do_pipe,
+                    products, operands, values, parts, shared.ds_written, dq, own, slot, q_pipe, do_pipe,
                     state, state, c, cap, limits, Int32(0), first_key, thread, warp_group, False,
                 )  # fmt: skip
-                if const_expr(self.config.direct):
-                    sums.pass_own_turn(dq, thread % WARP_GROUP, _OWN + warp_group, slot)
                 state.advance()
             else:
                 v_pipe.consumer_wait(once)
@@ -790,8 +789,6 @@ class Backward:
         dq: sums.Sums,
         own: cute.Pointer | None,
         slot: Int64,
-        last: Int64,
-        before: Int32,
         q_pipe: pipeline.PipelineTmaAsync,
         do_pipe: pipeline.PipelineTmaAsync,
         state: pipeline.PipelineState,
@@ -835,7 +832,7 @@ class Backward:
             sums.write(values.dq, own, thread % WARP_GROUP)
         else:
             warpgroup.wait_group(0)
-            sums.add(values.dq, dq, slot, before, thread % WARP_GROUP, _OWN + warp_group, last)
+            sums.add(values.dq, dq, slot, warp_group, thread % WARP_GROUP)
         if const_expr(more and not overlaps):
             q_pipe.consumer_wait(ahead)
             wgmma.issue(products.s, values.s, operands.k, operands.q[None, None, None, ahead.index], Boolean(False))

@@ -35,17 +35,11 @@ class Sums(NamedTuple):
 
 
 @cute.jit
-def add(acc: cute.Tensor, sums: Sums, slot: Int64, earlier: Int32, lane: Int32, barrier: Int32, last: Int64) -> None:
-    """Adds a group's registers. ``slot`` numbers tiles and groups; ``barrier`` joins the group.
-
-    The turn is passed when the group comes again, with ``last``, or finishes: by then all has arrived in memory.
-    """
+def add(acc: cute.Tensor, sums: Sums, slot: Int64, group: Int32, lane: Int32) -> None:
+    """Adds a group's registers, when it is its turn. ``slot`` numbers tiles and groups."""
     values = cute.size(acc)
     if const_expr(sums.turns is not None):
-        pass_own_turn(sums, lane, barrier, last)
-        if lane == 0:
-            spin(sums, slot, earlier)
-        cute.arch.barrier(barrier_id=barrier, number_of_threads=WARP_GROUP)
+        cute.arch.barrier(barrier_id=_TAKEN + group, number_of_threads=WARP_GROUP + WARP)
     within = lane // WARP * (values * WARP) + lane % WARP * 4
     address = (sums.memory + (slot * (values * WARP_GROUP) + within)).toint()
     for i in cutlass.range_constexpr(values // 4):
@@ -53,17 +47,21 @@ def add(acc: cute.Tensor, sums: Sums, slot: Int64, earlier: Int32, lane: Int32, 
             "red.relaxed.gpu.global.add.v4.f32 [{$r0}], {{$r1}, {$r2}, {$r3}, {$r4}};",
             read_only_args=[address + 4 * _AT_ONCE * i, *(acc[4 * i + j] for j in range(4))],
         )
+    if const_expr(sums.turns is not None):
+        cute.arch.barrier_arrive(barrier_id=_WRITTEN + group, number_of_threads=WARP_GROUP + WARP)
 
 
 @cute.jit
-def pass_own_turn(sums: Sums, lane: Int32, barrier: Int32, last: Int64) -> None:
-    """A group that adds from registers passes the turn at a slot, if that is not negative."""
-    if const_expr(sums.turns is not None):  # noqa: SIM102 (joined, the two would be one that is decided when run)
-        if last >= 0:
-            cute.arch.fence_acq_rel_gpu()
-            cute.arch.barrier(barrier_id=barrier, number_of_threads=WARP_GROUP)
-            if lane == 0:
-                pass_turn(sums, last)
+def let_add(sums: Sums, slot: Int64, earlier: Int32, group: Int32) -> None:
+    """The adder of a group that adds its registers itself: tells it when its turn has come, and passes the turn."""
+    if cute.arch.lane_idx() == 0:
+        spin(sums, slot, earlier)
+    cute.arch.sync_warp()
+    cute.arch.barrier_arrive(barrier_id=_TAKEN + group, number_of_threads=WARP_GROUP + WARP)
+    cute.arch.barrier(barrier_id=_WRITTEN + group, number_of_threads=WARP_GROUP + WARP)
+    if cute.arch.lane_idx() == 0:
+        cute.arch.fence_acq_rel_gpu()  # covers what the group has added, which the barrier has put before it
+        pass_turn(sums, slot)
 
 
 @cute.jit
@@ -136,34 +134,19 @@ def free_memory(group: Int32) -> None:
 
 @cute.jit
 def deliver(
-    shared: cute.Pointer,
-    elements: cutlass.Constexpr,
-    sums: Sums,
-    slot: Int64,
-    earlier: Int32,
-    group: Int32,
-    last: Int64,
+    shared: cute.Pointer, elements: cutlass.Constexpr, sums: Sums, slot: Int64, earlier: Int32, group: Int32
 ) -> None:
-    """The adder: adds what its group hands over, and passes the turn at ``last``, the slot before, if not negative."""
+    """The adder: adds what its group hands over when it is its turn, and passes the turn when it has arrived."""
     cute.arch.barrier(barrier_id=_WRITTEN + group, number_of_threads=WARP_GROUP + WARP)
     if cute.arch.lane_idx() == 0:
         spin(sums, slot, earlier)
         add_memory(shared, elements, sums, slot, Int32(0), 1)
-        if last >= 0:
-            cute.arch.cp_async_bulk_wait_group(1, read=False)
-            pass_turn(sums, last)
         cute.arch.cp_async_bulk_wait_group(0, read=True)
     cute.arch.sync_warp()
     free_memory(group)
-
-
-@cute.jit
-def finish(sums: Sums, last: Int64) -> None:
-    """The adder: passes the last turn of a program's tile of keys."""
-    if cute.arch.lane_idx() == 0:  # noqa: SIM102 (joined, both would be evaluated)
-        if last >= 0:
-            cute.arch.cp_async_bulk_wait_group(0, read=False)
-            pass_turn(sums, last)
+    if cute.arch.lane_idx() == 0:
+        cute.arch.cp_async_bulk_wait_group(0, read=False)
+        pass_turn(sums, slot)
 
 
 @cute.jit
