@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import subprocess
 import sys
@@ -216,6 +217,23 @@ def test_equal_columns_added_one_by_one_pass(seed, width):
     out = (torch.softmax(scores, -1) @ value.double()).float()
     results = Results(out, torch.logsumexp(scores, -1).float())
     for verdict in judge(results, oracle(query, key, value), pt_reference(query, key, value)):
+        verdict.check()
+
+
+@pytest.mark.parametrize("logit", [3.0, 8.0, 11.0, 14.0])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("seed", range(10))
+def test_a_sink_whose_gradient_comes_from_the_stored_output_passes(seed, dtype, logit):
+    """A large sink leaves outputs that fp16 stores in few digits; delta and so the sink's gradient come from these."""
+    generator = torch.Generator().manual_seed(seed)
+    query, key, value, grad_out = (torch.randn(1, 1, 7, 16, generator=generator).to(dtype) for _ in range(4))
+    sink = torch.full((1,), logit)
+    arguments = {"window_size": (0, 1), "sink": sink, "grad_out": grad_out, "needs_sink_grad": True}
+    reference, pt = (how(query, key, value, **arguments) for how in (oracle, pt_reference))
+    p_sink = torch.exp(sink - reference.lse).float()
+    delta = (reference.out.to(dtype).float() * grad_out.float()).sum(-1)
+    results = dataclasses.replace(pt, dsink=-(p_sink * delta).sum().reshape(1))
+    for verdict in judge(results, reference, pt):
         verdict.check()
 
 

@@ -644,9 +644,10 @@ def _rounding(
     """First-order size of the roundings of a fused attention, by result.
 
     The model has two unit roundoffs: ``u`` of the input dtype, for P and dS cast before their matrix products and for
-    O as stored, and ``a`` of the accumulator, with ``a(n) = a * (1 + sqrt(n) / 2)`` for a sum of n terms (where the
-    terms are all equal, so are their roundings, and ``n / 2`` stands for ``sqrt(n) / 2``). Independent roundings add in
-    squares, those shared by a row and those of equal terms as they are:
+    O as stored (for what is less than the dtype's smallest normal number, of that number: a large sink leaves P and O
+    that fp16 has in few digits), and ``a`` of the accumulator, with ``a(n) = a * (1 + sqrt(n) / 2)`` for a sum of n
+    terms (where the terms are all equal, so are their roundings, and ``n / 2`` stands for ``sqrt(n) / 2``). Independent
+    roundings add in squares, those shared by a row and those of equal terms as they are:
 
         score       e_s    = 2 * a * |s| + a(D) * scale * ||q o k||
         LSE         e_l    = a * (1 + 2 * |lse|) + ||P o e_s||
@@ -689,7 +690,7 @@ def _rounding(
         shown = _shown(call, masked, row, rows, columns, query.device)
         figures = _roundings(
             call,
-            (eps, acc),
+            (eps, torch.finfo(dtype).smallest_normal, acc),
             [query[q_region], key[regions["dk"]], value[regions["dv"]]],
             shown,
             None if sink is None else sink[regions["dsink"]],
@@ -716,7 +717,7 @@ def _rounding(
 
 def _roundings(
     call: _Call,
-    units: tuple[float, float],
+    units: tuple[float, float, float],
     tensors: list[torch.Tensor],
     shown: torch.Tensor | None,
     sink: torch.Tensor | None,
@@ -731,7 +732,7 @@ def _roundings(
 
     With ``sums_keys`` (the mask is the same for every key) that of the mask's gradient is summed over keys already.
     """
-    eps, acc = units
+    eps, normal, acc = units
     query, key, value = tensors
     scale = abs(call.true_scale(query.shape[-1])) if query.shape[-1] else 0.0
     scores = _scores(call, query, key, shown)
@@ -769,14 +770,15 @@ def _roundings(
         e_s = 6 * acc * call.softcap * tanh.abs() + slope * e_y
         e_c = 8 * acc * tanh * tanh + 2 * tanh.abs() * slope * e_y / call.softcap
     e_l = acc * (1 + 2 * bounded(lse)) + (p * e_s).norm(dim=-1, keepdim=True)
-    rho = eps + e_s + 4 * acc
+    rho = eps * (normal / p.clamp_min(torch.finfo(torch.float64).tiny)).clamp_min(1.0) + e_s + 4 * acc
     dropped = p
     if call.dropout_p >= 1.0:
         dropped = p * 0.0
     elif keep is not None and call.dropout_p:
         dropped = p * keep / (1 - call.dropout_p)
     out = dropped @ wide_v
-    e_o = norm(dropped * rho, wide_v) + sums(dropped, wide_v, 1.0) + (eps + e_l) * out.abs()
+    e_o = norm(dropped * rho, wide_v) + sums(dropped, wide_v, 1.0) + e_l * out.abs()
+    e_o += eps * torch.where(out == 0, 0.0, out.abs().clamp_min(normal))
     figures = {"out": e_o, "lse": e_l.masked_fill(dead, 0.0).squeeze(-1)}
     if not with_gradients:
         return figures
