@@ -755,6 +755,11 @@ def _roundings(
         varied = (1 + math.sqrt(count) / 2) * (spread + of_totals * total)
         return acc * (varied + torch.where(repeated, count / 2 * total, 0.0))
 
+    def collected(errors: torch.Tensor, through: torch.Tensor) -> torch.Tensor:
+        """The size of what a matrix product makes of errors, as :func:`along` has it."""
+        spread, total = norm(errors, through), (errors @ through).abs()
+        return torch.where(total > spread * (math.sqrt(errors.shape[-1]) * (1 - 1e-6)), total, spread)
+
     def along(errors: torch.Tensor, dim: int) -> torch.Tensor:
         """The size of a sum of errors: in squares, or where all terms are equal, and so round alike, as it is."""
         spread, total = errors.norm(dim=dim, keepdim=True), errors.sum(dim, keepdim=True).abs()
@@ -777,7 +782,7 @@ def _roundings(
     elif keep is not None and call.dropout_p:
         dropped = p * keep / (1 - call.dropout_p)
     out = dropped @ wide_v
-    e_o = norm(dropped * rho, wide_v) + sums(dropped, wide_v, 1.0) + e_l * out.abs()
+    e_o = collected(dropped * rho, wide_v) + sums(dropped, wide_v, 1.0) + e_l * out.abs()
     e_o += eps * torch.where(out == 0, 0.0, out.abs().clamp_min(normal))
     figures = {"out": e_o, "lse": e_l.masked_fill(dead, 0.0).squeeze(-1)}
     if not with_gradients:
@@ -796,9 +801,9 @@ def _roundings(
         by_mask = e_d * p.sum(-1, keepdim=True) + e_l * ds.sum(-1, keepdim=True).abs()
         figures["dmask"] = own.norm(dim=-1, keepdim=True) + by_mask
     own, shared, ds = own * slope + ds.abs() * e_c, shared * slope, ds * slope
-    figures["dq"] = scale * (norm(own, wide_k) + sums(ds, wide_k, 1.0) + by_row)
-    figures["dk"] = scale * (norm((own + shared).mT, query) + sums(ds.mT, query, 1.0))
-    figures["dv"] = norm((dropped * (rho + e_l)).mT, do) + sums(dropped.mT, do, 1.0)
+    figures["dq"] = scale * (collected(own, wide_k) + sums(ds, wide_k, 1.0) + by_row)
+    figures["dk"] = scale * (collected((own + shared).mT, query) + sums(ds.mT, query, 1.0))
+    figures["dv"] = collected((dropped * (rho + e_l)).mT, do) + sums(dropped.mT, do, 1.0)
     if sink is not None:
         p_sink = (1.0 - p.sum(-1, keepdim=True)).masked_fill(dead, 0.0)
         figures["dsink"] = 2 * along(p_sink * (e_d + delta.abs() * (e_l + 8 * acc)), -2).squeeze(-1).squeeze(-1)
