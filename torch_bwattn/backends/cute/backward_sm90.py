@@ -15,8 +15,9 @@ memory too.
                     dS  (tile_m, tile_n), or dS^T and P^T  (tile_n, tile_m) beyond widths of 128, two
     registers       dK, dV  in fp32 of all visits; S^T and dP^T  of one
 
-The products of a visit overlap the exponentials of the next: the next tile's S goes first, then dV and dK, and while
-these run the next P is made. dQ needs what both groups write and comes last; its registers are those of dP.
+The products of a visit overlap the exponentials of the next: the next tile's S goes first, then dV and dK, then dQ,
+which needs what both groups write and has the registers of dP, then the next dP. P could be made as soon as S is there.
+The assembler has it made between the instructions that issue that dP; no other place was as good (:mod:`.configs`).
 
 dQ leaves by additions in memory. The accumulator holds, for each tile of queries and each group, the group's registers
 as they are, four floats of a thread side by side, so that each is one contiguous addition; the postprocess knows that
@@ -604,7 +605,7 @@ class Backward:
         m_tiles: Int32,
         warp_index: Int32,
     ) -> None:
-        """A group's adder: what the group makes of dQ, visit by visit."""
+        """A group's adder: adds what the group makes of dQ, or tells it when to, visit by visit."""
         _, _, k_pipe, _ = pipes
         warp_group = warp_index - _ADDERS
         own = None
@@ -690,15 +691,14 @@ class Backward:
                     ahead.advance()
                     slot = (Int64(head) * m_tiles + m) * _GROUPS + warp_group
                     self.visit(
-                        products, operands, values, parts, shared.ds_written, dq, own, slot, q_pipe,
-                        do_pipe, state, ahead, c, cap, limits, next_m * self.tile_m, first_key, thread, warp_group,
-                        True,
+                        products, operands, values, parts, shared.ds_written, dq, own, slot, q_pipe, do_pipe, state,
+                        ahead, c, cap, limits, next_m * self.tile_m, first_key, thread, warp_group, True,
                     )  # fmt: skip
                     m, head, state = next_m, next_head, ahead
                 slot = (Int64(head) * m_tiles + m) * _GROUPS + warp_group
                 self.visit(
-                    products, operands, values, parts, shared.ds_written, dq, own, slot, q_pipe, do_pipe,
-                    state, state, c, cap, limits, Int32(0), first_key, thread, warp_group, False,
+                    products, operands, values, parts, shared.ds_written, dq, own, slot, q_pipe, do_pipe, state, state,
+                    c, cap, limits, Int32(0), first_key, thread, warp_group, False,
                 )  # fmt: skip
                 state.advance()
             else:
