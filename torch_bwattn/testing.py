@@ -748,22 +748,25 @@ def _roundings(
     def norm(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
         return (left.square() @ right.square()).sqrt()
 
+    def alike(total: torch.Tensor, spread: torch.Tensor, count: int) -> torch.Tensor:
+        """Whether all terms of a sum are equal, by Cauchy-Schwarz: then it is as large as its terms' norm allows."""
+        return total > spread * (math.sqrt(count) * (1 - 1e-6))
+
     def sums(left: torch.Tensor, right: torch.Tensor, of_totals: float = 0.0) -> torch.Tensor:
         """The roundings of a matrix product's own sums, in proportion to their terms and ``of_totals`` of the sums."""
         count, spread, total = left.shape[-1], norm(left, right), (left @ right).abs()
-        repeated = total > spread * (math.sqrt(count) * (1 - 1e-6))  # Cauchy-Schwarz: equal where all terms are
         varied = (1 + math.sqrt(count) / 2) * (spread + of_totals * total)
-        return acc * (varied + torch.where(repeated, count / 2 * total, 0.0))
+        return acc * (varied + torch.where(alike(total, spread, count), count / 2 * total, 0.0))
 
     def collected(errors: torch.Tensor, through: torch.Tensor) -> torch.Tensor:
         """The size of what a matrix product makes of errors, as :func:`along` has it."""
         spread, total = norm(errors, through), (errors @ through).abs()
-        return torch.where(total > spread * (math.sqrt(errors.shape[-1]) * (1 - 1e-6)), total, spread)
+        return torch.where(alike(total, spread, errors.shape[-1]), total, spread)
 
     def along(errors: torch.Tensor, dim: int) -> torch.Tensor:
         """The size of a sum of errors: in squares, or where all terms are equal, and so round alike, as it is."""
         spread, total = errors.norm(dim=dim, keepdim=True), errors.sum(dim, keepdim=True).abs()
-        return torch.where(total > spread * (math.sqrt(errors.shape[dim]) * (1 - 1e-6)), total, spread)
+        return torch.where(alike(total, spread, errors.shape[dim]), total, spread)
 
     e_s = 2 * acc * bounded(scores) + scale * sums(query, wide_k.mT)
     slope, e_c = torch.ones_like(e_s), torch.zeros_like(e_s)
@@ -775,7 +778,8 @@ def _roundings(
         e_s = 6 * acc * call.softcap * tanh.abs() + slope * e_y
         e_c = 8 * acc * tanh * tanh + 2 * tanh.abs() * slope * e_y / call.softcap
     e_l = acc * (1 + 2 * bounded(lse)) + (p * e_s).norm(dim=-1, keepdim=True)
-    rho = eps * (normal / p.clamp_min(torch.finfo(torch.float64).tiny)).clamp_min(1.0) + e_s + 4 * acc
+    positive = p.clamp_min(torch.finfo(torch.float64).tiny)
+    rho = eps * (normal / positive).clamp_min(1.0) + e_s + 4 * acc
     dropped = p
     if call.dropout_p >= 1.0:
         dropped = p * 0.0
@@ -790,7 +794,7 @@ def _roundings(
     do = torch.zeros_like(out) if grad_out is None else grad_out.double()
     dlse = torch.zeros_like(lse) if grad_lse is None else grad_lse.double().unsqueeze(-1)
     delta = (out * do).sum(-1, keepdim=True) - dlse
-    ratio = torch.where(p > 0, dropped / p.clamp_min(torch.finfo(torch.float64).tiny), 0.0)
+    ratio = torch.where(p > 0, dropped / positive, 0.0)
     ds = p * (ratio * (do @ wide_v.mT) - delta)
     e_d = along(e_o * do, -1) + acc * (delta.abs() + dlse.abs())
     own = ds.abs() * (eps + rho) + p * ratio * sums(do, wide_v.mT)

@@ -11,6 +11,7 @@ import torch
 from torch_bwattn.backends.cute import calls, configs, loader
 from torch_bwattn.backends.cute.backend import CuteBackend
 from torch_bwattn.backends.cute.compile import KernelKey
+from torch_bwattn.layout import empty_like_order
 from torch_bwattn.problem import Problem, describe
 
 needs_cute = pytest.mark.skipif(loader.why_missing() is not None, reason=str(loader.why_missing()))
@@ -112,6 +113,14 @@ def test_a_gradient_that_suits_no_bulk_copy_is_no_reason_to_refuse():
     assert not described.unit_last_strides
     assert described.bulk_copies
     assert not describe(q, k.mT.contiguous().mT, v, None, **options).bulk_copies
+
+
+@pytest.mark.parametrize("sizes", [(2, 3, 5, 8), (1, 3, 1, 40), (2, 1, 7, 256), (1, 1, 1, 8)], ids=str)
+@pytest.mark.parametrize("order", [(0, 1, 2), (0, 2, 1), (2, 0, 1), (1, 2, 0)], ids=str)
+def test_tma_takes_what_the_package_lays_out(sizes, order):
+    like = torch.empty([sizes[i] for i in (*order, 3)]).permute(*(order.index(i) for i in range(3)), 3)
+    for tensor in (like, like[:1].expand(4, -1, -1, -1)):
+        assert calls._view_for_tma(empty_like_order(tensor.to(torch.float16), sizes[3])) is None
 
 
 @pytest.mark.parametrize(

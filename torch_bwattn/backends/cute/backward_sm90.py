@@ -145,7 +145,6 @@ class Backward:
         self.s_tile = (self.tile_n, self.tile_m)
         # As dQ takes it, where nothing else reads it.
         self.ds_tile = (self.tile_m, self.tile_n) if self.by_keys else self.s_tile
-        self.has_adders = features.deterministic
         self.dq_elements = self.tile_m * self.width // _GROUPS  # of a group
 
     def layouts(self) -> tuple[cute.ComposedLayout, ...]:
@@ -390,7 +389,7 @@ class Backward:
             for moved in (q, k, v, do, dk, dv, lse, delta):
                 cpasync.prefetch_descriptor(moved.atom)
         consumers, row_bytes = WARP_GROUP // 32 * _GROUPS, self.tile_m * 4
-        adders = _GROUPS if self.has_adders else 0
+        adders = _GROUPS if self.features.deterministic else 0
         pipes = Pipes(
             self.pipe(storage.q_barriers.data_ptr(), _STAGES, self.bytes_of(self.q_tile) + row_bytes, consumers),
             self.pipe(storage.do_barriers.data_ptr(), _STAGES, self.bytes_of(self.do_tile) + row_bytes, consumers),
@@ -407,7 +406,7 @@ class Backward:
             cute.arch.setmaxregister_decrease(_REGISTERS[0])
             if warp_index == 0:
                 self.produce(q, k, v, do, lse, delta, shared, pipes, limits, order, group, counter)
-            if const_expr(self.has_adders):  # noqa: SIM102 (joined, all would be decided when run)
+            if const_expr(self.features.deterministic):  # noqa: SIM102 (joined, all would be decided when run)
                 if warp_index >= _ADDERS:  # noqa: SIM102
                     if warp_index < _ADDERS + _GROUPS:
                         self.add(dq, storage.dq, shared.next_tile, pipes, limits, order, group, m_tiles, warp_index)
@@ -619,7 +618,7 @@ class Backward:
             once.advance()
             if const_expr(own is not None):  # noqa: SIM102 (joined, both would be decided when run)
                 if tile.begin < tile.end:
-                    sums.free_memory(warp_group)
+                    sums.let_go_on(warp_group)
             for g in cutlass.range(group, unroll=1):
                 head = Int64((tile.batch * order.heads.divisor + tile.kv_head) * group + g)
                 for m in cutlass.range(tile.begin, tile.end, unroll=1):

@@ -68,13 +68,18 @@ _View = tuple[tuple[int, ...], tuple[int, ...]]
 def _view_for_tma(tensor: Tensor) -> _View | None:
     """Sizes and strides to view a tensor with, or None where it does as it is.
 
-    A dimension of size 1 may have any stride, but TMA's descriptor takes multiples of 16 bytes only.
+    A dimension of size 1 may have any stride, but TMA's descriptor takes multiples of 16 bytes only. What
+    ``dense_strides`` lays out does as it is: its strides are multiples of a row, which is one of 16 bytes.
     """
     per_16_bytes = 16 // tensor.element_size()
     if all(step % per_16_bytes == 0 for step in tensor.stride()[:3]):
         return None
     strides = (step if size > 1 else per_16_bytes for size, step in zip(tensor.shape, tensor.stride(), strict=True))
     return tuple(tensor.shape), (*tuple(strides)[:3], tensor.stride(3))
+
+
+def _viewed(tensors: tuple[Tensor, ...], views: tuple[_View | None, ...]) -> tuple[Tensor, ...]:
+    return tuple(t if view is None else t.as_strided(*view) for t, view in zip(tensors, views, strict=True))
 
 
 class Forward:
@@ -102,9 +107,7 @@ class Forward:
             out = torch.empty_strided(*self._out, dtype=q.dtype, device=q.device)
         lse = torch.empty(self._lse, dtype=torch.float32, device=q.device) if x.wants_lse else self._no_lse
         if self._views is not None:
-            q, k, v = (
-                t if view is None else t.as_strided(*view) for t, view in zip((q, k, v), self._views, strict=True)
-            )
+            q, k, v = _viewed((q, k, v), self._views)
         sink = None if x.sink is None else x.sink.float().contiguous()
         scale, softcap, right, left, programs = self._options
         counter = None if self._counter is None else self._counter(1, dtype=torch.int32, device=q.device)
@@ -161,7 +164,6 @@ class Backward:
     def __init__(self, problem: Problem) -> None:
         self.problem = problem
         self._launches: tuple[Any, Any, Any] | None = None
-        self._wide = False
         self._copies = False
         self._layouts: tuple[tuple[Any, Any], ...] = ()
         self._views: tuple[_View | None, ...] | None = None
@@ -182,38 +184,28 @@ class Backward:
         norm, delta = (torch.empty(self._rows, dtype=torch.float32, device=device) for _ in range(2))
         sums = torch.empty(self._workspace, dtype=torch.float32, device=device)
         prepare(x.out, do, x.lse, x.grad_lse, norm, delta, sums)
-        dq, dk, dv = self._gradients(x)
-        operands: tuple[Tensor, ...] = (q, k, v, do, dk, dv, dq)
+        dq, dk, dv = (t.new_empty_strided(*layout) for t, layout in zip((q, k, v), self._layouts, strict=True))
         if self._views is not None:
-            operands = tuple(
-                t if view is None else t.as_strided(*view) for t, view in zip(operands, self._views, strict=True)
-            )
-        main(*operands[:4], norm, delta, *operands[4:6], sums, *self._options)
+            q, k, v, do = _viewed((q, k, v, do), self._views)
+        main(q, k, v, do, norm, delta, dk, dv, sums, *self._options)
         if wanted[0]:
-            finish(sums, operands[6], *self._steps, problem.scale, None, None, problem.batch, problem.q_len)
+            finish(sums, dq, *self._steps, problem.scale, None, None, problem.batch, problem.q_len)
         dsink = sinks.gradient(x.sink, norm, delta) if wanted[4] and x.sink is not None else None
         return dq, dk, dv, None, dsink
-
-    def _gradients(self, x: BackwardInputs) -> tuple[Tensor, ...]:
-        """New ones of q, k and v."""
-        return tuple(t.new_empty_strided(*layout) for t, layout in zip((x.q, x.k, x.v), self._layouts, strict=True))
 
     def _prepare(self, x: BackwardInputs) -> None:
         problem, config = self.problem, configs.backward(self.problem)
         self._copies = not suits_bulk_copies(x.grad_out)
-        self._wide = suits_bulk_copies(x.out)
         tiles = -(-problem.q_len // config.tile_m)
         self._rows = (problem.batch, problem.heads, tiles * config.tile_m)
         self._workspace, of_head = configs.backward_workspace(problem)
         self._steps = problem.heads * of_head, of_head
         self._layouts = tuple((tuple(t.shape), dense_strides(t, t.shape)) for t in (x.q, x.k, x.v))
-        dq, dk, dv = self._gradients(x)
-        do = dv if self._copies else x.grad_out  # a copy is dense, as dv is
-        views = tuple(map(_view_for_tma, (x.q, x.k, x.v, do, dk, dv, dq)))
+        views = (*map(_view_for_tma, (x.q, x.k, x.v)), None if self._copies else _view_for_tma(x.grad_out))
         self._views = views if any(views) else None
         left = None if problem.low_diagonal is None else -problem.low_diagonal
         programs = torch.cuda.get_device_properties(x.q.device).multi_processor_count
         self._options = problem.scale, problem.softcap, problem.diagonal, left, programs
-        keys = preprocess_key(problem, self._wide), backward_key(problem), postprocess_key(problem)
+        keys = preprocess_key(problem, wide=suits_bulk_copies(x.out)), backward_key(problem), postprocess_key(problem)
         prepare, main, finish = map(_launch_of, keys)
         self._launches = prepare, main, finish

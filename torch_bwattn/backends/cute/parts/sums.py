@@ -57,7 +57,7 @@ def let_add(sums: Sums, slot: Int64, earlier: Int32, group: Int32) -> None:
     if cute.arch.lane_idx() == 0:
         spin(sums, slot, earlier)
     cute.arch.sync_warp()
-    cute.arch.barrier_arrive(barrier_id=_TAKEN + group, number_of_threads=WARP_GROUP + WARP)
+    let_go_on(group)
     cute.arch.barrier(barrier_id=_WRITTEN + group, number_of_threads=WARP_GROUP + WARP)
     if cute.arch.lane_idx() == 0:
         cute.arch.fence_acq_rel_gpu()  # covers what the group has added, which the barrier has put before it
@@ -127,8 +127,8 @@ def add_memory(shared: cute.Pointer, elements: int, sums: Sums, slot: Int64, par
 
 
 @cute.jit
-def free_memory(group: Int32) -> None:
-    """The adder lets its group write again."""
+def let_go_on(group: Int32) -> None:
+    """The adder lets its group write to its memory, or add its registers."""
     cute.arch.barrier_arrive(barrier_id=_TAKEN + group, number_of_threads=WARP_GROUP + WARP)
 
 
@@ -143,7 +143,7 @@ def deliver(
         add_memory(shared, elements, sums, slot, Int32(0), 1)
         cute.arch.cp_async_bulk_wait_group(0, read=True)
     cute.arch.sync_warp()
-    free_memory(group)
+    let_go_on(group)
     if cute.arch.lane_idx() == 0:
         cute.arch.cp_async_bulk_wait_group(0, read=False)
         pass_turn(sums, slot)
