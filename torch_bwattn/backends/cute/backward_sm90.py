@@ -15,9 +15,11 @@ memory too.
                     dS  (tile_m, tile_n), or dS^T and P^T  (tile_n, tile_m) beyond widths of 128, two
     registers       dK, dV  in fp32 of all visits; S^T and dP^T  of one
 
-The products of a visit overlap the exponentials of the next: the next tile's S goes first, then dV and dK, then dQ,
-which needs what both groups write and has the registers of dP, then the next dP. P could be made as soon as S is there.
-The assembler has it made between the instructions that issue that dP; no other place was as good (:mod:`.configs`).
+The products of a visit overlap the exponentials of the next. Up to widths of 128 the next tile's S goes first, then dV
+and dK, then dQ, which needs what both groups write and has the registers of dP, then the next dP. P could be made as
+soon as S is there; the assembler has it made between the instructions that issue that dP, and no other place was as
+good (:mod:`.configs`). Beyond, the groups have met before the first product, so dQ goes second and is added while dK
+and the next S are under way, and P is made while the next dP is.
 
 dQ leaves by additions in memory. The accumulator holds, for each tile of queries and each group, the group's registers
 as they are, four floats of a thread side by side, so that each is one contiguous addition; the postprocess knows that
@@ -668,9 +670,7 @@ class Backward:
             head = (tile.batch * order.heads.divisor + tile.kv_head) * group
             visits = (tile.end - tile.begin) * group
             if visits > 0:
-                q_pipe.consumer_wait(state)
-                q_now = operands.q[None, None, None, state.index]
-                wgmma.issue(products.s, values.s, operands.k, q_now, Boolean(False))
+                self.issue_scores(products, operands, values, q_pipe, state)
                 warpgroup.wait_group(0)
                 self.exponentials(
                     products.s, values, parts, state.index, c, cap, limits, m * self.tile_m, first_key, thread
@@ -807,34 +807,47 @@ class Backward:
         self.gradients(values, parts, stage, cap)
         self.share(values, parts, stage, ds_written)
         overlaps = more and cap is None  # a cap takes the registers that this tile's products read
-        if const_expr(overlaps):
-            q_pipe.consumer_wait(ahead)
-            wgmma.issue(products.s, values.s, operands.k, operands.q[None, None, None, ahead.index], Boolean(False))
-        p, ds = operands.p, operands.ds
+        p, ds, do_t = operands.p, operands.ds, operands.do_t[None, None, None, stage]
         if const_expr(not self.by_keys):
             p, ds = p[None, None, None, stage], ds[None, None, None, stage]
-        wgmma.issue(products.dv, values.dv, p, operands.do_t[None, None, None, stage], Boolean(True))
-        wgmma.issue(products.dk, values.dk, ds, operands.q_t[None, None, None, stage], Boolean(True))
-        if const_expr(overlaps):
-            warpgroup.wait_group(2)
-            self.exponentials(products.s, values, parts, ahead.index, c, cap, limits, next_query, first_key, thread)
-        warpgroup.wait_group(1)
-        self.release(do_pipe, state)
+        q_t, ds_t = operands.q_t[None, None, None, stage], operands.ds_t[None, None, None, stage]
+        under_way = 0  # products issued after dQ
         if const_expr(self.by_keys):
+            if const_expr(overlaps):
+                self.issue_scores(products, operands, values, q_pipe, ahead)
+            wgmma.issue(products.dv, values.dv, p, do_t, Boolean(True))
+            wgmma.issue(products.dk, values.dk, ds, q_t, Boolean(True))
+            if const_expr(overlaps):
+                warpgroup.wait_group(2)
+                self.exponentials(products.s, values, parts, ahead.index, c, cap, limits, next_query, first_key, thread)
+            warpgroup.wait_group(1)
+            self.release(do_pipe, state)
             cute.arch.mbarrier_wait(ds_written + stage, state.phase)
-        wgmma.issue(products.dq, values.dq, operands.ds_t[None, None, None, stage], operands.k_t, Boolean(False))
-        warpgroup.wait_group(1)
-        self.release(q_pipe, state)
+            wgmma.issue(products.dq, values.dq, ds_t, operands.k_t, Boolean(False))
+            warpgroup.wait_group(1)
+            self.release(q_pipe, state)
+        else:
+            wgmma.issue(products.dv, values.dv, p, do_t, Boolean(True))
+            wgmma.issue(products.dq, values.dq, ds_t, operands.k_t, Boolean(False))
+            warpgroup.wait_group(1)
+            self.release(do_pipe, state)
+            wgmma.issue(products.dk, values.dk, ds, q_t, Boolean(True))
+            under_way = 1
+            if const_expr(overlaps):
+                self.issue_scores(products, operands, values, q_pipe, ahead)
+                under_way = 2
         if const_expr(own is not None):
             sums.await_memory(dq, warp_group, self.by_warps)
-            warpgroup.wait_group(0)
+            warpgroup.wait_group(under_way)
             sums.write(values.dq, own, thread % WARP_GROUP)
         else:
-            warpgroup.wait_group(0)
+            warpgroup.wait_group(under_way)
             sums.add(values.dq, dq, slot, warp_group, thread % WARP_GROUP)
+        if const_expr(not self.by_keys and not overlaps):
+            warpgroup.wait_group(0)
+            self.release(q_pipe, state)
         if const_expr(more and not overlaps):
-            q_pipe.consumer_wait(ahead)
-            wgmma.issue(products.s, values.s, operands.k, operands.q[None, None, None, ahead.index], Boolean(False))
+            self.issue_scores(products, operands, values, q_pipe, ahead)
             warpgroup.wait_group(0)
             self.exponentials(products.s, values, parts, ahead.index, c, cap, limits, next_query, first_key, thread)
         if const_expr(more):
@@ -843,6 +856,25 @@ class Backward:
             wgmma.issue(products.s, values.dp, operands.v, do, Boolean(False))
         if const_expr(own is not None):
             sums.hand_over(own, self.dq_elements, dq, slot, warp_group, thread % WARP_GROUP, self.by_warps)
+        if const_expr(not self.by_keys and overlaps):
+            warpgroup.wait_group(2)
+            self.release(q_pipe, state)
+            warpgroup.wait_group(1)
+            self.exponentials(products.s, values, parts, ahead.index, c, cap, limits, next_query, first_key, thread)
+
+    @cute.jit
+    def issue_scores(
+        self,
+        products: Products,
+        operands: Operands,
+        values: Values,
+        q_pipe: pipeline.PipelineTmaAsync,
+        state: pipeline.PipelineState,
+    ) -> None:
+        """Issues S of a tile of queries once it has come."""
+        q_pipe.consumer_wait(state)
+        q = operands.q[None, None, None, state.index]
+        wgmma.issue(products.s, values.s, operands.k, q, Boolean(False))
 
     @cute.jit
     def exponentials(

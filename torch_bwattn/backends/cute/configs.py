@@ -312,7 +312,8 @@ def postprocess(problem: Problem) -> PostprocessConfig:
 # 537 / 521 at 128, 510 / 503 at 64, but 410 / 385 at 256; programs of one tile of keys, -4 % at B32 H16 S512.
 # The next P pinned before dQ is issued, 550 / 539 at 128 against 597 / 592, or after the next dP is, 521 / 514: as the
 # assembler has it, its instructions lie between those that issue that dP. dQ a visit later, so that no group waits for
-# the other's dS, with rings of three and 40 bytes of spills, 548 / 535 against 588 / 585.
+# the other's dS, with rings of three and 40 bytes of spills, 548 / 535 against 588 / 585. The order of 64 keys with
+# 128, 539 / 527 against 597 / 594, and at width 64 492 / 482 against 523 / 504.
 
 _BACKWARD_64 = BackwardConfig(128, 128, adders="warps")
 """516 / 524 [443 / 401]; 64 queries 454 / 434. Added by groups 513 / 515, by warps 530 / 511."""
@@ -323,7 +324,8 @@ by groups 597 / 592, by warps 597 / 579. Also where a soft cap
 takes the registers that more queries would need."""
 
 _BACKWARD_WIDE = BackwardConfig(64, 64, adders="threads")
-"""Width 256, B2 H16: 403 / 376 [357 / 407]. Shared memory is full, so dQ is added from registers."""
+"""Width 256, B2 H16: 414 / 414 [345 / 402]; with the order of products of 128 keys, 413 / 374, and with dK before dQ
+374 / 360. Shared memory is full, so dQ is added from registers."""
 
 
 def backward(problem: Problem) -> BackwardConfig:
