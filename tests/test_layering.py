@@ -16,7 +16,7 @@ PACKAGE = Path(torch_bwattn.__file__).parent
 KERNEL_LANGUAGES = {"triton", "helion", "cutlass", "cuda", "tvm_ffi"}
 # Lowest first. A module imports from its own line and from those above it only.
 LAYERS = (
-    ("errors", "target", "testing", "layout"),
+    ("errors", "target", "testing", "layout", "storage", "environment"),
     ("problem",),
     ("backends",),
     ("selection",),
@@ -28,7 +28,7 @@ LAYERS = (
 )
 RANK = {name: rank for rank, names in enumerate(LAYERS) for name in names}
 # Backends know kernels, and of the package only what describes a call.
-BACKENDS_MAY_IMPORT = {"errors", "target", "testing", "layout", "problem", "backends"}
+BACKENDS_MAY_IMPORT = {"errors", "target", "testing", "layout", "storage", "problem", "backends"}
 
 
 def part_of(module: str) -> str:

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from torch_bwattn.bench import environment
+from torch_bwattn import environment
 from torch_bwattn.cli import info, main
 
 ROOT = Path(__file__).resolve().parents[2]

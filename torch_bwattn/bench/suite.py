@@ -15,7 +15,8 @@ from typing import Any
 
 import torch
 
-from . import check, document, environment
+from .. import environment
+from . import check, document
 from .peers import Attention, Provider
 from .rows import BACKWARD, DIRECTIONS, FORWARD, Inputs, Row, make_inputs
 from .timing import (

@@ -17,7 +17,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def collect() -> dict[str, Any]:
     """Everything that is printed, as plain values."""
-    from ..bench import environment
+    from .. import environment
 
     devices, trouble = _devices()
     return {
@@ -33,7 +33,7 @@ def collect() -> dict[str, Any]:
 
 def _devices() -> tuple[list[dict[str, Any]], str | None]:
     """The CUDA devices, or why they cannot be asked: a broken driver is what one calls `info` for."""
-    from ..bench import environment
+    from .. import environment
     from ..target import cuda_target
 
     try:

@@ -7,11 +7,11 @@ import os
 import shutil
 import stat
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
 
+from torch_bwattn import storage
 from torch_bwattn.backends.cute import compile as compiling
 from torch_bwattn.backends.cute import disk
 from torch_bwattn.backends.cute.compile import KernelKey, compiled
@@ -173,26 +173,6 @@ def test_what_another_user_owns_is_refused(cache, stored, build, caplog, which):
     assert "can be written by another user" in record.getMessage()
 
 
-@pytest.mark.parametrize(
-    ("mode", "owner", "group", "refused"),
-    [
-        (0o600, 1000, 1000, False),
-        (0o644, 1000, 100, False),
-        (0o664, 1000, 1000, False),  # the user's own group
-        (0o664, 1000, 100, True),
-        (0o606, 1000, 1000, True),
-        (0o600, 1001, 1000, True),
-        (0o644, 0, 0, False),
-        (0o664, 0, 0, False),
-        (0o664, 0, 1000, True),
-        (0o646, 0, 0, True),
-    ],
-)
-def test_who_can_write(monkeypatch, mode, owner, group, refused):
-    monkeypatch.setattr(os, "geteuid", lambda: 1000)
-    assert disk._others_can_write(SimpleNamespace(st_mode=mode, st_uid=owner, st_gid=group)) is refused
-
-
 def test_a_folder_that_cannot_be_made_is_no_error(tmp_path, monkeypatch, build, caplog):
     (tmp_path / "file").touch()
     monkeypatch.setenv("BWATTN_CACHE_DIR", str(tmp_path / "file" / "cache"))
@@ -207,7 +187,7 @@ def test_a_full_disk_is_no_error(stored, monkeypatch, build, caplog):
     def refuse(**_):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(disk.tempfile, "mkstemp", refuse)
+    monkeypatch.setattr(storage.tempfile, "mkstemp", refuse)
     check_works(compiled(KEY, build))
     assert "No space left on device" in caplog.text
     assert len(caplog.records) == 1

@@ -56,6 +56,7 @@ from typing import Any
 
 import torch
 
+from ... import storage
 from . import disk, loader
 
 log = logging.getLogger(__name__)
@@ -165,7 +166,7 @@ def _missed(key: KernelKey, build: Build) -> Callable[..., None]:
                 function = _make(key, build, None)
             else:
                 stem = folder / disk.file_name(key.name, key.text)
-                with disk.exclusive(stem.with_suffix(".lock")):
+                with storage.exclusive(stem.with_suffix(".lock")):
                     function = _from_disk(key, stem) or _make(key, build, stem)
             _functions[key.text] = function
         return function

@@ -6,29 +6,24 @@ folder that of everything else that decides what the compiler makes of a key: th
 of Python, CUTLASS and TVM-FFI, the processor (the host code in a kernel uses what the compiling machine has) and the
 ``CUTE_DSL_*`` variables. So an update never meets an old file; old folders can be deleted at any time.
 
-Loading a shared object runs it. A folder or a file that another user can write is therefore refused.
-
-``BWATTN_CACHE_DIR`` moves the cache (the default is ``$XDG_CACHE_HOME/torch_bwattn``, else ``~/.cache/torch_bwattn``).
+Loading a shared object runs it: :mod:`torch_bwattn.storage` says whom the cache is trusted from, and where it lies.
 ``BWATTN_CUTE_DISK_CACHE=0`` does without it: every process compiles for itself.
 """
 
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import functools
 import hashlib
 import importlib.metadata
 import logging
 import os
 import platform
-import stat
 import sys
-import tempfile
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
+from ... import storage
 from . import loader
 
 log = logging.getLogger(__name__)
@@ -74,18 +69,10 @@ def folder() -> Path | None:
         if _newest_source() > _imported_at:
             _tell_once("the sources of torch_bwattn changed after it was imported")
             return None
-        place = (_root() / "cute" / _version()).resolve()
-        for missing in reversed([path for path in (place, *place.parents) if not path.exists()]):
-            # One by one: makedirs gives the mode to the last only. Another process may be making them as well.
-            missing.mkdir(mode=0o700, exist_ok=True)
-        for path in (place, *place.parents):
-            if _others_can_write(path.stat(), sticky_is_safe=path != place):
-                _tell_once(f"{path} can be written by another user")
-                return None
-    except (OSError, RuntimeError) as error:  # RuntimeError: no home folder
+        return storage.private_folder("cute", _version())
+    except (OSError, RuntimeError, storage.Distrusted) as error:
         _tell_once(str(error))
         return None
-    return place
 
 
 def file_name(name: str, text: str) -> str:
@@ -99,15 +86,10 @@ def why_distrusted(path: Path, text: str) -> str | None:
     Raises:
         FileNotFoundError: There is no such file.
     """
-    status = path.lstat()
-    if not stat.S_ISREG(status.st_mode):
-        return "it is no regular file"
-    if _others_can_write(status):
-        return "it can be written by another user"
     try:
-        data = path.read_bytes()
-    except PermissionError:
-        return "it cannot be read"
+        data = storage.read(path)
+    except storage.Distrusted as error:
+        return str(error)
     if data[-_SEAL_BYTES:] != _seal(data[:-_SEAL_BYTES], text):
         return "it is damaged, or belongs to another kernel"
     return None
@@ -117,15 +99,7 @@ def store(source: Path, target: Path, text: str) -> bool:
     """Seals a copy of ``source`` and puts it at ``target``, all at once; False (and a message, once) if it cannot."""
     data = source.read_bytes()
     try:
-        handle, name = tempfile.mkstemp(prefix=".", suffix=target.suffix, dir=target.parent)
-        temporary = Path(name)
-        try:
-            with os.fdopen(handle, "wb") as file:
-                file.write(data + _seal(data, text))
-            temporary.replace(target)
-        except BaseException:
-            temporary.unlink(missing_ok=True)
-            raise
+        storage.write(target, data + _seal(data, text))
     except OSError as error:
         _tell_once(f"a kernel could not be stored: {error}")
         return False
@@ -138,46 +112,8 @@ def discard(path: Path) -> None:
         path.unlink()
 
 
-@contextlib.contextmanager
-def exclusive(path: Path) -> Iterator[None]:
-    """Keeps other processes out of the same block for the same path; locks nothing where the folder cannot lock."""
-    try:
-        handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-    except OSError:  # a cache that may be read only
-        yield
-        return
-    try:
-        with contextlib.suppress(OSError):  # a file system without locks: storing is atomic all the same
-            fcntl.flock(handle, fcntl.LOCK_EX)
-        yield
-    finally:
-        # Closing is not enough: a process forked in between holds the lock through its copy.
-        with contextlib.suppress(OSError):
-            fcntl.flock(handle, fcntl.LOCK_UN)
-        os.close(handle)
-
-
-def _root() -> Path:
-    named = os.environ.get("BWATTN_CACHE_DIR")
-    if named:
-        return Path(named).expanduser()
-    base = os.environ.get("XDG_CACHE_HOME")
-    return (Path(base) if base else Path.home() / ".cache") / "torch_bwattn"
-
-
 def _seal(data: bytes, text: str) -> bytes:
     return _SEAL + hashlib.sha256(data + b"\0" + text.encode()).hexdigest().encode()
-
-
-def _others_can_write(status: os.stat_result, *, sticky_is_safe: bool = False) -> bool:
-    """Whether somebody other than this user and root can change a file, or swap what lies in a folder."""
-    if status.st_uid not in (0, os.geteuid()):
-        return True
-    if sticky_is_safe and status.st_mode & stat.S_ISVTX:
-        return False  # as /tmp: what lies in it can be moved by its owner only
-    # A group of the same number as its user is, by convention, that user's alone.
-    shared_group = status.st_gid != status.st_uid
-    return bool(status.st_mode & stat.S_IWOTH or (shared_group and status.st_mode & stat.S_IWGRP))
 
 
 def _version() -> str:

@@ -99,7 +99,7 @@ def devices() -> list[dict[str, Any]]:
 
 def commit_hash() -> str | None:
     """The git commit of the checkout this package runs from, ``-dirty`` if it was changed; None outside a checkout."""
-    root = Path(__file__).resolve().parents[2]
+    root = Path(__file__).resolve().parents[1]
     command = shutil.which("git")
     if command is None or not (root / ".git").exists():
         return None

@@ -3,7 +3,7 @@ import subprocess
 import pytest
 import torch
 
-from torch_bwattn.bench import environment
+from torch_bwattn import environment
 
 
 def test_versions_come_without_importing_what_they_are_of():
