@@ -22,7 +22,7 @@ LAYERS = (
     ("selection",),
     ("ops",),
     ("api",),
-    ("integrations", "bench"),
+    ("integrations", "bench", "tuning"),
     ("cli",),
     ("__main__", "__init__"),
 )

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from .ops.composite import autocast, autocast_sink
 from .problem import Problem, check_flags, check_tensors, describe, normalize, resolve_bias
-from .selection.choose import Plan, plan
+from .selection.choose import Candidate, Plan, plan
 from .selection.pin import pinned
 
 
@@ -144,13 +144,21 @@ class Explanation:
         for name, made in (("forward", self.forward), ("backward", self.backward)):
             chosen = made.chosen
             lines.append(f"{name}: {chosen.backend if chosen else 'refused'}" + (" (pinned)" if made.pinned else ""))
-            for candidate in made.candidates:
-                verdict = candidate.verdict
-                lines.append(
-                    f"  {'+' if verdict else '-'} {candidate.backend}: "
-                    + (f"supports it, config {verdict.config}" if verdict else f"refuses: {verdict.reason}")
-                )
+            if made.source:
+                lines.append(f"  order by {made.source}")
+            lines += [_describe_candidate(candidate) for candidate in made.candidates]
         return "\n".join(lines)
+
+
+def _describe_candidate(candidate: Candidate) -> str:
+    verdict = candidate.verdict
+    if not verdict:
+        config = f", config {verdict.config}" if verdict.config else ""
+        return f"  - {candidate.backend}: refuses{config}: {verdict.reason}"
+    text = f"  + {candidate.backend}: supports it, config {verdict.config}"
+    if candidate.figure:
+        text += f", measured {candidate.figure}"
+    return text + (f", last resort: {verdict.last_resort}" if verdict.last_resort else "")
 
 
 def _visibility(problem: Problem) -> str:

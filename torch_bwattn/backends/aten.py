@@ -7,8 +7,8 @@ that trusts ``lse`` where it has lost the row's sum (rows of huge negative logit
 for 16-bit inputs, which adds up over long sequences and groups of heads. The first is refused by ``supports``; the
 others show in ``lse``, in the strides or in the dtype and are answered by the reference or a copy.
 
-CUDA: the flash kernel, for what it states exactly: no mask, no dropout (its dropout mask is not ours), no LSE gradient,
-bottom-right causality only.
+CUDA: cuDNN's kernel, flash and the efficient one (:mod:`.aten_cuda`), and matrix products with the score matrix between
+them (:mod:`.materialised`), which compete only while that is small.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from torch import Tensor
 from ..layout import conform
 from ..problem import Problem
 from ..target import capability
-from . import reference
-from .base import Backend, BackwardFn, BackwardInputs, ForwardFn, ForwardInputs, Grads, Verdict, Wanted, no, yes
+from . import aten_cuda, materialised, reference
+from .base import Backend, BackwardFn, BackwardInputs, ForwardFn, ForwardInputs, Grads, Verdict, Wanted, named, no, yes
 
 _LSE_KEEPS_SUM = 4096.0
 """Up to this |lse|, fp32 still resolves the log of a row's sum to 2**-12: exp(s - lse) is good to bf16's rounding and,
@@ -107,81 +107,94 @@ def _cpu_backward(problem: Problem, x: BackwardInputs, wanted: Wanted) -> Grads:
 
 
 class AtenBackend(Backend):
-    """Chooses nothing: one fused kernel per device type, or a refusal."""
+    """PyTorch's fused kernels, and its matrix products with the scores in memory between them."""
 
     name = "aten"
 
     def supports(self, problem: Problem) -> Verdict:
-        for refusal in (self._refuse_anywhere(problem), self._refuse_on_device(problem)):
-            if refusal:
-                return no(refusal)
-        return yes("flash for CPU" if problem.target == "cpu" else "flash")
+        offers = self.offers(problem)
+        taken = next((offer for offer in offers if offer and not offer.last_resort), None)
+        if taken is not None or len(offers) == 1:
+            return taken or offers[0]
+        return no("; ".join(f"{offer.config}: {offer.reason or offer.last_resort}" for offer in offers))
 
-    def _refuse_anywhere(self, problem: Problem) -> str:
+    def offers(self, problem: Problem) -> tuple[Verdict, ...]:
+        cpu, cuda = problem.target == "cpu", capability(problem.target) is not None
+        if not (cpu or cuda):
+            return (no(f"no fused kernel is known for target {problem.target}"),)
         if problem.empty or problem.head_dim == 0:
-            return "a size is 0; reference answers it without a kernel"
-        if problem.dropout_p > 0.0:
-            return "its dropout mask is not the counter-based one; helion and reference draw it"
-        if problem.mask_grad:
-            return "it gives no gradient for the mask; helion and reference do"
-        if problem.softcap is not None:
-            return "it caps no scores; helion and reference do"
-        if problem.sink_dtype is not None:
-            return "it has no sink; helion and reference do"
-        if problem.low_diagonal is not None or (problem.diagonal is not None and problem.mask_dtype is not None):
-            return "it has no window; helion and reference do"
-        if problem.head_dim != problem.value_dim:
-            return f"it needs equal widths, got D={problem.head_dim} and Dv={problem.value_dim}"
-        if problem.diagonal is not None and not problem.scale > 0.0:
-            return f"it gives NaN for a causal problem with scale {problem.scale}"
-        return ""
+            return (no("a size is 0; reference answers it without a kernel"),)
+        if cpu:
+            refusal = _refuse_fused(problem) or _refuse_on_cpu(problem)
+            return (no(refusal) if refusal else yes("flash for CPU"),)
+        return (*(self._fused(problem, kernel) for kernel in aten_cuda.FUSED), self._materialised(problem))
 
-    def _refuse_on_device(self, problem: Problem) -> str:
+    def _fused(self, problem: Problem, kernel: aten_cuda.Fused) -> Verdict:
+        refusal = _refuse_fused(problem) or kernel.refuse(problem)
+        return no(refusal, kernel.name) if refusal else yes(kernel.name)
+
+    def _materialised(self, problem: Problem) -> Verdict:
+        refusal = materialised.refuse(problem)
+        if refusal:
+            return no(refusal, "math")
+        if materialised.within_bound(problem):
+            return yes("math")
+        return yes("math", last_resort=f"its score matrix is larger than an activation, {problem.q_len} > D")
+
+    def forward(self, problem: Problem, config: str = "") -> ForwardFn:
         if problem.target == "cpu":
-            if problem.score_count < reference.SMALL_SCORE_COUNT:
-                return f"below {reference.SMALL_SCORE_COUNT} scores its rounding can break the accuracy rule"
-            if problem.diagonal not in (None, 0):
-                return "its causal rule is top-left only, and it has no other window"
-            return ""
-        if capability(problem.target) is None:
-            return f"no fused kernel is known for target {problem.target}"
-        if problem.dtype not in (torch.float16, torch.bfloat16):
-            return f"flash takes float16 and bfloat16, got {problem.dtype}"
-        if problem.mask_dtype is not None:
-            return "flash takes no mask"
-        if problem.head_dim % 8 or problem.head_dim > 256:
-            return f"flash takes widths that are multiples of 8 up to 256, got {problem.head_dim}"
-        if problem.diagonal is not None and problem.diagonal != problem.kv_len - problem.q_len:
-            return "flash is bottom-right causal, which differs from top-left when the lengths do"
-        if problem.diagonal is not None and problem.diagonal < 0:
-            return "rows that see no key are not answered by flash"
-        if not (problem.unit_last_strides and problem.aligned):
-            return "flash needs unit last strides and 16-byte alignment"
-        if problem.backward and problem.deterministic:
-            return "flash's backward sums dQ in no fixed order"
-        if problem.lse_grad:
-            return "flash's backward has no LSE gradient"
-        return ""
+            return lambda x: _cpu_forward(problem, x)
+        name = self._kernel(problem, config)
+        if name == "math":
+            return lambda x: materialised.forward(problem, x)
+        kernel = _KERNELS[name]
+        return lambda x: kernel.forward(problem, x)
 
-    def forward(self, problem: Problem) -> ForwardFn:
-        run = _cpu_forward if problem.target == "cpu" else _cuda_forward
-        return lambda x: run(problem, x)
+    def backward(self, problem: Problem, config: str = "") -> BackwardFn:
+        if problem.target == "cpu":
+            return lambda x, wanted: _cpu_backward(problem, x, wanted)
+        name = self._kernel(problem, config)
+        if name == "math":
+            return lambda x, wanted: materialised.backward(problem, x)
+        kernel = _KERNELS[name]
+        return lambda x, wanted: _cuda_backward(problem, kernel, x)
 
-    def backward(self, problem: Problem) -> BackwardFn:
-        run = _cpu_backward if problem.target == "cpu" else _cuda_backward
-        return lambda x, wanted: run(problem, x, wanted)
+    def _kernel(self, problem: Problem, config: str) -> str:
+        """The kernel that a config's name means, or that the backend chooses."""
+        offers = self.offers(problem)
+        return offers[named(offers, config or self.supports(problem).config)].config
 
 
-def _cuda_forward(problem: Problem, x: ForwardInputs) -> tuple[Tensor, Tensor]:
-    flash = torch.ops.aten._scaled_dot_product_flash_attention.default
-    out, lse, *_ = flash(x.q, x.k, x.v, 0.0, problem.diagonal is not None, False, scale=problem.scale)
-    return conform(out, x.q), lse.contiguous()
+_KERNELS = {kernel.name: kernel for kernel in aten_cuda.FUSED}
 
 
-def _cuda_backward(problem: Problem, x: BackwardInputs, wanted: Wanted) -> Grads:
-    flash = torch.ops.aten._scaled_dot_product_flash_attention_backward.default
-    unused = torch.zeros((), dtype=torch.int64, device=x.q.device)  # the dropout seed and offset of a call without any
-    causal = problem.diagonal is not None
-    saved = (x.out, x.lse, None, None, problem.q_len, problem.kv_len, 0.0, causal, unused, unused)
-    dq, dk, dv = flash(_unit_last(x.grad_out), x.q, x.k, x.v, *saved, scale=problem.scale)
+def _refuse_fused(problem: Problem) -> str:
+    """Why no fused kernel takes a problem, or nothing."""
+    if problem.dropout_p > 0.0:
+        return "its dropout mask is not the counter-based one; helion and reference draw it"
+    if problem.mask_grad:
+        return "it gives no gradient for the mask; helion and reference do"
+    if problem.softcap is not None:
+        return "it caps no scores; helion and reference do"
+    if problem.sink_dtype is not None:
+        return "it has no sink; helion and reference do"
+    if problem.low_diagonal is not None or (problem.diagonal is not None and problem.mask_dtype is not None):
+        return "it has no window; helion and reference do"
+    if problem.diagonal is not None and not problem.scale > 0.0:
+        return f"it gives NaN for a causal problem with scale {problem.scale}"
+    return ""
+
+
+def _refuse_on_cpu(problem: Problem) -> str:
+    if problem.head_dim != problem.value_dim:
+        return f"it needs equal widths, got D={problem.head_dim} and Dv={problem.value_dim}"
+    if problem.score_count < reference.SMALL_SCORE_COUNT:
+        return f"below {reference.SMALL_SCORE_COUNT} scores its rounding can break the accuracy rule"
+    if problem.diagonal not in (None, 0):
+        return "its causal rule is top-left only, and it has no other window"
+    return ""
+
+
+def _cuda_backward(problem: Problem, kernel: aten_cuda.Fused, x: BackwardInputs) -> Grads:
+    dq, dk, dv = kernel.backward(problem, x._replace(grad_out=_unit_last(x.grad_out)))
     return conform(dq, x.q), conform(dk, x.k), conform(dv, x.v), None, None

@@ -17,29 +17,34 @@ from typing import NamedTuple
 
 from torch import Tensor
 
+from ..errors import expected
 from ..problem import Problem
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """Whether a backend takes a problem: with which config, or why not (and the nearest thing that it does take)."""
+    """Whether a backend takes a problem: with which config, or why not (and the nearest thing that it does take).
+
+    ``last_resort`` is why a config that does take the problem must not compete for it, if it must not.
+    """
 
     supported: bool
     reason: str = ""
     config: str = ""
+    last_resort: str = ""
 
     def __bool__(self) -> bool:
         return self.supported
 
 
-def yes(config: str) -> Verdict:
+def yes(config: str, last_resort: str = "") -> Verdict:
     """The problem is taken, with this config."""
-    return Verdict(True, config=config)
+    return Verdict(True, config=config, last_resort=last_resort)
 
 
-def no(reason: str) -> Verdict:
-    """The problem is refused, for this reason."""
-    return Verdict(False, reason=reason)
+def no(reason: str, config: str = "") -> Verdict:
+    """The problem is refused, for this reason; by one config of several where one is named."""
+    return Verdict(False, reason=reason, config=config)
 
 
 class ForwardInputs(NamedTuple):
@@ -92,19 +97,38 @@ class Backend(ABC):
 
     @abstractmethod
     def supports(self, problem: Problem) -> Verdict:
-        """The verdict on a problem, with the config it would run or the reason against it."""
+        """The verdict on a problem, with the config that the backend chooses itself or the reason against it."""
+
+    def offers(self, problem: Problem) -> tuple[Verdict, ...]:
+        """A verdict on each of the configs that may compete for a problem, first the one of :meth:`supports`."""
+        return (self.supports(problem),)
 
     @abstractmethod
-    def forward(self, problem: Problem) -> ForwardFn:
+    def forward(self, problem: Problem, config: str = "") -> ForwardFn:
         """A callable for tensors of this description: ``(out [B, Hq, Sq, Dv], lse [B, Hq, Sq])``.
 
         ``out`` lies in memory as :func:`torch_bwattn.layout.dense_strides` says for the query, ``lse`` is contiguous.
+        ``config`` is one that :meth:`offers` names; without, the backend chooses.
         """
 
     @abstractmethod
-    def backward(self, problem: Problem) -> BackwardFn:
+    def backward(self, problem: Problem, config: str = "") -> BackwardFn:
         """A callable for tensors of this description: gradients of q, k, v, the mask (in its own shape) and the sink.
 
         The callable's second argument says which are wanted; the others may be None. Layout as in ``forward``, each
         gradient in the memory order of the tensor it belongs to.
         """
+
+
+def named(offers: tuple[Verdict, ...], config: str) -> int:
+    """Which offer a config's name means: the first without a name.
+
+    Raises:
+        ValueError: No offer has that name.
+    """
+    names = [offer.config for offer in offers]
+    if not config:
+        return 0
+    if config not in names:
+        raise ValueError(expected("config", f"one of {', '.join(names)}", repr(config)))
+    return names.index(config)

@@ -238,8 +238,8 @@ class ReferenceBackend(Backend):
     def supports(self, problem: Problem) -> Verdict:
         return yes(f"blockwise eager, {str(compute_dtype(problem)).removeprefix('torch.')}")
 
-    def forward(self, problem: Problem) -> ForwardFn:
+    def forward(self, problem: Problem, config: str = "") -> ForwardFn:
         return lambda x: forward(problem, x)
 
-    def backward(self, problem: Problem) -> BackwardFn:
+    def backward(self, problem: Problem, config: str = "") -> BackwardFn:
         return lambda x, wanted: backward(problem, x, wanted)

@@ -1,4 +1,4 @@
-"""The command line: ``python -m torch_bwattn {info, run, bench}``.
+"""The command line: ``python -m torch_bwattn {info, run, bench, tune}``.
 
 A command is a module here with ``SUMMARY``, ``configure(parser)`` and ``main(namespace) -> int``, loaded when it is
 asked for.
@@ -11,12 +11,13 @@ import importlib
 import sys
 from collections.abc import Sequence
 
-COMMANDS = ("info", "run", "bench")
+COMMANDS = ("info", "run", "bench", "tune")
 
 _SUMMARIES = {
     "info": "print versions, devices, backends and why any is missing",
     "run": "run a Python script with scaled_dot_product_attention replaced",
     "bench": "check and time attention on this machine's GPU, beside its peers",
+    "tune": "measure which backend and config is fastest for your problems",
 }
 
 

@@ -15,9 +15,10 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from ..backends.base import ForwardFn, ForwardInputs
+from ..backends.base import ForwardInputs
 from ..backends.philox import new_state
 from ..problem import normalize
+from ..selection.attempts import Attempts
 from ..selection.pin import pinned
 from . import autograd, primitive
 
@@ -25,12 +26,11 @@ _PLAIN = (Tensor, Parameter)
 
 
 class _Entry(NamedTuple):
-    """What is remembered of a call: its options and pin, the mask's missing leading dimensions, and what runs."""
+    """What is remembered of a call: its options and pin, the mask's missing leading dimensions, and what runs it."""
 
     settings: tuple[primitive.Options, str | None]
     mask_rank: int
-    name: str
-    run: ForwardFn
+    run: Attempts
 
 
 _UNKNOWN = "unknown"  # told from None, which says: the long way
@@ -92,7 +92,7 @@ def call(
     if mask is not None and entry.mask_rank:
         mask = mask[(None,) * entry.mask_rank]
     rng_state = new_state(query.device) if 0.0 < dropout_p < 1.0 else None
-    primitive.count_call(entry.name)
+    result: tuple[Tensor, Tensor]
     if torch.is_grad_enabled() and (
         query.requires_grad
         or key.requires_grad
@@ -100,11 +100,13 @@ def call(
         or (mask is not None and mask.requires_grad)
         or (sink is not None and sink.requires_grad)
     ):
-        result: tuple[Tensor, Tensor] = autograd.Forward.apply(  # type: ignore[attr-defined]
+        result = autograd.Forward.apply(  # type: ignore[attr-defined]
             entry.run, query, key, value, mask, sink, rng_state, entry.settings
         )
-        return result
-    return entry.run(ForwardInputs(query, key, value, mask, rng_state, sink, with_lse))
+    else:
+        result = entry.run(ForwardInputs(query, key, value, mask, rng_state, sink, with_lse))
+    primitive.count_call(entry.run.name)
+    return result
 
 
 def _enter(
@@ -128,5 +130,5 @@ def _enter(
     if made.q is not query or made.k is not key or made.v is not value or made.lead is not None:
         return None
     options = (dropout_p, is_causal, made.scale, causal_alignment, made.window, softcap)
-    name, run = primitive.plan_forward(made.q, made.k, made.v, made.mask, sink, options, pin)
-    return _Entry((options, pin), 0 if mask is None else 4 - mask.dim(), name, run)
+    run = primitive.plan_forward(made.q, made.k, made.v, made.mask, sink, options, pin)
+    return _Entry((options, pin), 0 if mask is None else 4 - mask.dim(), run)

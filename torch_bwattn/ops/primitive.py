@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..backends.base import BackwardFn, BackwardInputs, ForwardFn, ForwardInputs, Grads, Wanted
+from ..backends.base import BackwardInputs, ForwardInputs, Grads, Wanted
 from ..problem import Problem, Window, describe, resolve_window
-from ..selection.choose import choose
+from ..selection.attempts import Attempts, choose
 from ..selection.pin import pinned
 from .schema import library
 
@@ -24,8 +24,8 @@ Options = tuple[float, bool, float, str, Window | None, float | None]
 """dropout_p, is_causal, scale, causal_alignment, window, softcap: what is no tensor in forward and backward alike."""
 
 _MOST_PLANS = 4096
-_forward_plans: dict[Hashable, tuple[str, ForwardFn]] = {}
-_backward_plans: dict[Hashable, BackwardFn] = {}
+_forward_plans: dict[Hashable, Attempts] = {}
+_backward_plans: dict[Hashable, Attempts] = {}
 _counts: Counter[str] = Counter()
 
 
@@ -78,14 +78,12 @@ def plan_forward(
     sink: Tensor | None,
     options: Options,
     pin: str | None,
-) -> tuple[str, ForwardFn]:
-    """The chosen backend's name and what it runs, made at most once per signature."""
+) -> Attempts:
+    """What runs a call, made at most once per signature."""
     key = signature(q, k, v, mask, *options, sink is not None and meta(sink), pin)
     found = _forward_plans.get(key)
     if found is None:
-        problem = _describe(q, k, v, mask, sink, options)
-        chosen = choose(problem, pin)
-        found = chosen.name, chosen.forward(problem)
+        found = choose(_describe(q, k, v, mask, sink, options), pin)
         remember(_forward_plans, key, found)
     return found
 
@@ -131,9 +129,10 @@ def forward(
     """Run one 4-D forward: ``(out, lse)``."""
     pin = pinned() or backend
     options = _packed(dropout_p, is_causal, scale, causal_alignment, window_size, softcap)
-    name, run = plan_forward(q, k, v, mask, sink, options, pin)
-    count_call(name)
-    return run(ForwardInputs(q, k, v, mask, rng_state, sink))
+    run = plan_forward(q, k, v, mask, sink, options, pin)
+    result: tuple[Tensor, Tensor] = run(ForwardInputs(q, k, v, mask, rng_state, sink))
+    count_call(run.name)
+    return result
 
 
 def gradients(x: BackwardInputs, options: Options, wanted: Wanted, backend: str | None) -> Grads:
@@ -147,9 +146,10 @@ def gradients(x: BackwardInputs, options: Options, wanted: Wanted, backend: str 
             x.q, x.k, x.v, x.mask, x.sink, options,
             backward=True, mask_grad=wanted[3], lse_grad=x.grad_lse is not None, more=(x.grad_out, x.out),
         )  # fmt: skip
-        run = choose(problem, pin).backward(problem)
+        run = choose(problem, pin)
         remember(_backward_plans, key, run)
-    return run(x, wanted)
+    grads: Grads = run(x, wanted)
+    return grads
 
 
 def backward(

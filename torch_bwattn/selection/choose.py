@@ -1,14 +1,21 @@
 """The choice: an ordered list of candidates for a problem, each with its verdict, and the first that may run.
 
-Authority, highest first: a pinned backend, then the default order of the target. A pinned backend that refuses raises;
-without a pin a refusal moves on to the next candidate and is logged at debug level. ``reference`` ends every order, so
-there is always an answer.
+Every config of every backend is a candidate. Candidates form groups, and a group has a priority for each problem: the
+package's own kernels first, then PyTorch's fused ones, then the blockwise reference; the path that materialises the
+scores competes only while its score matrix is no larger than an activation, else it is the last resort. What does not
+support a problem sinks below all that do and never vanishes, and ``reference`` takes everything: so there is always an
+answer.
+
+Authority, highest first: a pinned backend, which raises when it refuses; what was measured (:mod:`.tables`), which
+goes before its group's priority but never makes the last resort any other; the order of groups, and in a group that of
+its backends, each of which names first the config that it would choose itself.
 """
 
 from __future__ import annotations
 
+import enum
 import logging
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from importlib import import_module
 
@@ -16,6 +23,9 @@ from ..backends.base import Backend, Verdict, no
 from ..errors import UnsupportedProblem
 from ..problem import Problem
 from ..target import capability
+from . import tables
+from .key import key_of
+from .tables import Tunable
 
 log = logging.getLogger("torch_bwattn")
 
@@ -25,6 +35,20 @@ _MODULES = {
     "aten": ("torch_bwattn.backends.aten", "AtenBackend"),
     "reference": ("torch_bwattn.backends.reference", "ReferenceBackend"),
 }
+
+
+class Priority(enum.IntEnum):
+    """Of a group for a problem."""
+
+    UNSUPPORTED = 0
+    LAST_RESORT = 1
+    FALLBACK = 2
+    FUSED = 3
+    OWN = 4
+    MEASURED = 5
+
+
+_OF_GROUPS = {"cute": Priority.OWN, "helion": Priority.OWN, "aten": Priority.FUSED, "reference": Priority.FALLBACK}
 
 
 @cache
@@ -38,7 +62,7 @@ def get_backend(name: str) -> Backend:
 
 
 def default_order(target: str) -> tuple[str, ...]:
-    """Backends to ask, best first, for a target."""
+    """Backends with kernels for a target, best first."""
     if target == "cpu":
         return ("aten", "reference")
     if capability(target) == (9, 0):
@@ -50,10 +74,16 @@ def default_order(target: str) -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class Candidate:
-    """A backend and what it says of the problem."""
+    """One config of a backend, what the backend says of the problem, and why it stands where it stands."""
 
     backend: str
     verdict: Verdict
+    priority: Priority
+    figure: str = ""
+
+    @property
+    def tunable(self) -> Tunable:
+        return Tunable(self.backend, self.verdict.config)
 
 
 @dataclass(frozen=True)
@@ -63,6 +93,7 @@ class Plan:
     problem: Problem
     candidates: tuple[Candidate, ...]
     pinned: str | None
+    source: str = ""
 
     @property
     def chosen(self) -> Candidate | None:
@@ -70,33 +101,50 @@ class Plan:
 
 
 def plan(problem: Problem, pin: str | None) -> Plan:
-    """Ask every candidate for its verdict (or the pinned one alone)."""
-    names = (pin,) if pin else default_order(problem.target)
-    return Plan(problem, tuple(Candidate(name, _verdict(name, problem)) for name in names), pin)
+    """Ask every backend for its verdicts (or the pinned one alone), and put them in order."""
+    if pin:
+        return Plan(problem, _in_order(_candidates(pin, problem)), pin)
+    order = default_order(problem.target)
+    names = (*order, *(name for name in _MODULES if name not in order))
+    found = [candidate for name in names for candidate in _candidates(name, problem)]
+    entry = tables.lookup(problem.target, key_of(problem))
+    if entry is None:
+        return Plan(problem, _in_order(found), None)
+    times = {one.tunable: one.ms for one in entry.ranking}
+
+    def placed(one: Candidate) -> Candidate:
+        if one.tunable not in times or one.priority <= Priority.LAST_RESORT:
+            return one
+        return replace(one, priority=Priority.MEASURED, figure=f"{times[one.tunable]:.3f} ms")
+
+    measured = sorted(map(placed, found), key=lambda one: times.get(one.tunable, 0.0) if one.figure else 0.0)
+    return Plan(problem, _in_order(measured), None, str(entry))
 
 
-def _verdict(name: str, problem: Problem) -> Verdict:
+def _in_order(candidates: list[Candidate]) -> tuple[Candidate, ...]:
+    return tuple(sorted(candidates, key=lambda one: -one.priority))
+
+
+def _candidates(name: str, problem: Problem) -> list[Candidate]:
+    return [Candidate(name, verdict, _priority(name, verdict)) for verdict in _verdicts(name, problem)]
+
+
+def _priority(name: str, verdict: Verdict) -> Priority:
+    if not verdict:
+        return Priority.UNSUPPORTED
+    return Priority.LAST_RESORT if verdict.last_resort else _OF_GROUPS[name]
+
+
+def _verdicts(name: str, problem: Problem) -> tuple[Verdict, ...]:
     try:
         backend = get_backend(name)
     except UnsupportedProblem as error:
-        return no(str(error))
+        return (no(str(error)),)
     missing = backend.missing()
-    return no(missing) if missing else backend.supports(problem)
+    return (no(missing),) if missing else backend.offers(problem)
 
 
-def choose(problem: Problem, pin: str | None) -> Backend:
-    """The backend that runs ``problem``.
-
-    Raises:
-        UnsupportedProblem: the pinned backend refuses; the message gives its reason.
-    """
-    made = plan(problem, pin)
-    chosen = made.chosen
-    if chosen is None:
-        reasons = "; ".join(f"{c.backend}: {c.verdict.reason}" for c in made.candidates)
-        raise UnsupportedProblem(f"sdpa: no backend takes this problem ({reasons})")
-    for candidate in made.candidates:
-        if candidate is chosen:
-            break
-        log.debug("sdpa: %s passes to the next backend: %s", candidate.backend, candidate.verdict.reason)
-    return get_backend(chosen.backend)
+def refusal(made: Plan) -> UnsupportedProblem:
+    """What is raised where no candidate takes a problem."""
+    reasons = "; ".join(f"{c.backend}: {c.verdict.reason}" for c in made.candidates)
+    return UnsupportedProblem(f"sdpa: no backend takes this problem ({reasons})")

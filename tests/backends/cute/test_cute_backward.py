@@ -42,7 +42,8 @@ def test_configs_compile_clean(half, capsys):
 
     reports = []
     for widths, options in CASES[half::2]:
-        key = calls.backward_key(problem(widths, **options))
+        described = problem(widths, **options)
+        key = calls.backward_key(described, configs.backward(described))
         (found,) = report.compile_report(key, calls.build_of(key))
         reports.append(found)
         # The first tile's S and dP, five products of each tile but the last, which has three.
@@ -94,7 +95,7 @@ def test_the_verdict_names_the_config():
 def test_the_workspace_has_sums_turns_and_a_counter(q_len, deterministic):
     described = dataclasses.replace(problem((128, 64)), q_len=q_len, deterministic=deterministic)
     tiles = -(-q_len // 64)
-    elements, of_head = configs.backward_workspace(described)
+    elements, of_head = configs.backward_workspace(described, configs.backward(described))
     assert of_head == tiles * 64 * 128
     assert elements == 16 * of_head + (16 * tiles * 2 if deterministic else 0) + 4
 
@@ -102,7 +103,7 @@ def test_the_workspace_has_sums_turns_and_a_counter(q_len, deterministic):
 def test_extra_memory_is_the_sums_and_two_numbers_a_row():
     """At B4 H32 S8192 D128: no more than dQ in fp32, lse and delta, but for a counter."""
     described = dataclasses.replace(problem(), batch=4, heads=32, kv_heads=32, q_len=8192, kv_len=8192)
-    elements, _ = configs.backward_workspace(described)
+    elements, _ = configs.backward_workspace(described, configs.backward(described))
     assert elements - 4 == 4 * 32 * 8192 * 128
 
 

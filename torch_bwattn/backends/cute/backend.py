@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 
 from ...problem import Problem
-from ..base import Backend, BackwardFn, ForwardFn, Verdict, no, yes
+from ..base import Backend, BackwardFn, ForwardFn, Verdict, named, no, yes
 from . import calls, configs, loader
 
 
@@ -21,10 +21,11 @@ class CuteBackend(Backend):
         return loader.why_missing()
 
     def supports(self, problem: Problem) -> Verdict:
+        return self.offers(problem)[0]
+
+    def offers(self, problem: Problem) -> tuple[Verdict, ...]:
         refusal = self._refusal(problem)
-        if refusal:
-            return no(refusal)
-        return yes(str(configs.backward(problem) if problem.backward else configs.forward(problem)))
+        return (no(refusal),) if refusal else tuple(yes(str(config)) for config in _choices(problem))
 
     def _refusal(self, problem: Problem) -> str:
         if problem.target != calls.ARCH:
@@ -46,8 +47,12 @@ class CuteBackend(Backend):
             return "TMA needs unit last strides, other strides and pointers at multiples of 16 bytes; helion takes any"
         return ""
 
-    def forward(self, problem: Problem) -> ForwardFn:
-        return calls.Forward(problem)
+    def forward(self, problem: Problem, config: str = "") -> ForwardFn:
+        return calls.Forward(problem, configs.forward_choices(problem)[named(self.offers(problem), config)])
 
-    def backward(self, problem: Problem) -> BackwardFn:
-        return calls.Backward(problem)
+    def backward(self, problem: Problem, config: str = "") -> BackwardFn:
+        return calls.Backward(problem, configs.backward_choices(problem)[named(self.offers(problem), config)])
+
+
+def _choices(problem: Problem) -> tuple[configs.ForwardConfig, ...] | tuple[configs.BackwardConfig, ...]:
+    return configs.backward_choices(problem) if problem.backward else configs.forward_choices(problem)

@@ -17,9 +17,9 @@ from .compile import Build, KernelKey, compiled
 ARCH = "sm_90a"
 
 
-def forward_key(problem: Problem) -> KernelKey:
+def forward_key(problem: Problem, config: configs.ForwardConfig) -> KernelKey:
     """What decides the code of a problem's forward."""
-    return KernelKey("forward_sm90", ARCH, (configs.features(problem), configs.forward(problem)))
+    return KernelKey("forward_sm90", ARCH, (configs.features(problem), config))
 
 
 def build_of(key: KernelKey) -> Build:
@@ -85,8 +85,8 @@ def _viewed(tensors: tuple[Tensor, ...], views: tuple[_View | None, ...]) -> tup
 class Forward:
     """One problem's forward, for tensors of one layout: allocation and one launch, decided at the first call."""
 
-    def __init__(self, problem: Problem) -> None:
-        self.problem = problem
+    def __init__(self, problem: Problem, config: configs.ForwardConfig) -> None:
+        self.problem, self.config = problem, config
         self._launch: Any = None
         self._out: tuple[Any, ...] | None = None
         self._lse: tuple[int, ...] = ()
@@ -116,7 +116,7 @@ class Forward:
 
     def _prepare(self, x: ForwardInputs) -> None:
         problem, device = self.problem, x.q.device
-        self._launch = _launch_of(forward_key(problem))
+        self._launch = _launch_of(forward_key(problem, self.config))
         sizes = (problem.batch, problem.heads, problem.q_len, problem.value_dim)
         strides = dense_strides(x.q, sizes)
         self._out = None if (sizes, strides) == (tuple(x.q.shape), x.q.stride()) else (sizes, strides)
@@ -127,7 +127,7 @@ class Forward:
         left = None if problem.low_diagonal is None else -problem.low_diagonal
         programs = torch.cuda.get_device_properties(device).multi_processor_count
         self._options = (problem.scale, problem.softcap, problem.diagonal, left, programs)
-        self._counts = int(configs.counts_tiles(problem))
+        self._counts = int(configs.counts_tiles(problem, self.config))
         if configs.features(problem).limited:
             # Of each call's own, for nothing else keeps calls in different streams and graphs apart. The kernel takes
             # one also where it does not count.
@@ -141,17 +141,17 @@ def preprocess_key(problem: Problem, wide: bool) -> KernelKey:
     )
 
 
-def backward_key(problem: Problem) -> KernelKey:
+def backward_key(problem: Problem, config: configs.BackwardConfig) -> KernelKey:
     """What decides the code of a problem's backward."""
-    return KernelKey("backward_sm90", ARCH, (configs.backward_features(problem), configs.backward(problem)))
+    return KernelKey("backward_sm90", ARCH, (configs.backward_features(problem), config))
 
 
-def postprocess_key(problem: Problem) -> KernelKey:
+def postprocess_key(problem: Problem, config: configs.BackwardConfig) -> KernelKey:
     """What decides the code that finishes dQ."""
     return KernelKey(
         "backward_postprocess",
         ARCH,
-        (configs.dtype_name(problem), problem.head_dim, configs.postprocess(problem), False, False),
+        (configs.dtype_name(problem), problem.head_dim, configs.postprocess(problem, config), False, False),
     )
 
 
@@ -161,8 +161,8 @@ class Backward:
     The gradient of the result is copied once where its rows do not suit TMA.
     """
 
-    def __init__(self, problem: Problem) -> None:
-        self.problem = problem
+    def __init__(self, problem: Problem, config: configs.BackwardConfig) -> None:
+        self.problem, self.config = problem, config
         self._launches: tuple[Any, Any, Any] | None = None
         self._copies = False
         self._layouts: tuple[tuple[Any, Any], ...] = ()
@@ -194,11 +194,11 @@ class Backward:
         return dq, dk, dv, None, dsink
 
     def _prepare(self, x: BackwardInputs) -> None:
-        problem, config = self.problem, configs.backward(self.problem)
+        problem, config = self.problem, self.config
         self._copies = not suits_bulk_copies(x.grad_out)
         tiles = -(-problem.q_len // config.tile_m)
         self._rows = (problem.batch, problem.heads, tiles * config.tile_m)
-        self._workspace, of_head = configs.backward_workspace(problem)
+        self._workspace, of_head = configs.backward_workspace(problem, config)
         self._steps = problem.heads * of_head, of_head
         self._layouts = tuple((tuple(t.shape), dense_strides(t, t.shape)) for t in (x.q, x.k, x.v))
         views = (*map(_view_for_tma, (x.q, x.k, x.v)), None if self._copies else _view_for_tma(x.grad_out))
@@ -206,6 +206,10 @@ class Backward:
         left = None if problem.low_diagonal is None else -problem.low_diagonal
         programs = torch.cuda.get_device_properties(x.q.device).multi_processor_count
         self._options = problem.scale, problem.softcap, problem.diagonal, left, programs
-        keys = preprocess_key(problem, wide=suits_bulk_copies(x.out)), backward_key(problem), postprocess_key(problem)
+        keys = (
+            preprocess_key(problem, wide=suits_bulk_copies(x.out)),
+            backward_key(problem, config),
+            postprocess_key(problem, config),
+        )
         prepare, main, finish = map(_launch_of, keys)
         self._launches = prepare, main, finish

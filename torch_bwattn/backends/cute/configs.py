@@ -251,18 +251,38 @@ def _base(problem: Problem) -> ForwardConfig:
     return _WIDTH_256
 
 
-def forward(problem: Problem) -> ForwardConfig:
-    """The forward's config."""
-    config, rows = _base(problem), problem.q_len * packed_heads(problem)
+def _for_rows(problem: Problem, config: ForwardConfig) -> ForwardConfig:
+    """A config as it is for few queries."""
+    rows = problem.q_len * packed_heads(problem)
     if rows <= CLUSTER_ROWS:
         config = replace(config, cluster=1)
     return replace(config, tile_m=SLAB) if rows <= SLAB else config
 
 
-def counts_tiles(problem: Problem) -> bool:
+def forward(problem: Problem) -> ForwardConfig:
+    """The forward's config where nothing was measured."""
+    return _for_rows(problem, _base(problem))
+
+
+def forward_choices(problem: Problem) -> tuple[ForwardConfig, ...]:
+    """Configs that may compete for a problem, first :func:`forward`'s."""
+    width = max(problem.head_dim, problem.value_dim)
+    others: tuple[ForwardConfig, ...] = ()  # of the widest, nothing else has room, or was any better
+    if width <= 64:
+        others = (_WIDTH_64_WINDOW, _WIDTH_64)
+    elif width <= 128:
+        others = (_WIDTH_128, _WIDTH_128_TURNS, _WIDTH_128_WHOLE, _WIDTH_96)[: 4 if width <= 96 else 3]
+        if problem.diagonal is None and problem.low_diagonal is None:
+            others = (*others, _WIDTH_128_SHORT)
+    if problem.softcap is not None:
+        others = tuple(config for config in others if config.tile_m <= 2 * SLAB)
+    return tuple(dict.fromkeys((forward(problem), *(_for_rows(problem, config) for config in others))))
+
+
+def counts_tiles(problem: Problem, config: ForwardConfig) -> bool:
     """Whether programs take the next tile that none has taken, by a counter, rather than every so many-th."""
     packed = packed_heads(problem)
-    tiles = -(-problem.q_len * packed // forward(problem).tile_m) * (problem.heads // packed) * problem.batch
+    tiles = -(-problem.q_len * packed // config.tile_m) * (problem.heads // packed) * problem.batch
     return features(problem).limited and tiles > SMS
 
 
@@ -285,22 +305,22 @@ def backward_widths(features: BackwardFeatures) -> tuple[int, int]:
     return width, value_width
 
 
-def backward_workspace(problem: Problem) -> tuple[int, int]:
+def backward_workspace(problem: Problem, config: BackwardConfig) -> tuple[int, int]:
     """(4-byte elements that the backward needs and finds to be 0, of which so many are of a head of the sums).
 
     The sums, then one turn for each of their halves where results are to be repeatable, then a counter; in all a
     multiple of 16 bytes.
     """
-    features, config = backward_features(problem), backward(problem)
+    features = backward_features(problem)
     tiles = -(-problem.q_len // config.tile_m)
     of_head, heads = tiles * config.tile_m * backward_widths(features)[0], problem.batch * problem.heads
     elements = heads * of_head + (2 * heads * tiles if features.deterministic else 0) + 1
     return -(-elements // 4) * 4, of_head
 
 
-def postprocess(problem: Problem) -> PostprocessConfig:
+def postprocess(problem: Problem, config: BackwardConfig) -> PostprocessConfig:
     """How the accumulator that the backward fills is finished."""
-    config, (width, _) = backward(problem), backward_widths(backward_features(problem))
+    width, _ = backward_widths(backward_features(problem))
     return PostprocessConfig(90, config.tile_m, width, 256, config.dq_split, side_by_side=WARP)
 
 
@@ -313,7 +333,10 @@ def postprocess(problem: Problem) -> PostprocessConfig:
 # The next P pinned before dQ is issued, 550 / 539 at 128 against 597 / 592, or after the next dP is, 521 / 514: as the
 # assembler has it, its instructions lie between those that issue that dP. dQ a visit later, so that no group waits for
 # the other's dS, with rings of three and 40 bytes of spills, 548 / 535 against 588 / 585. The order of 64 keys with
-# 128, 539 / 527 against 597 / 594, and at width 64 492 / 482 against 523 / 504.
+# 128, 539 / 527 against 597 / 594, and at width 64 492 / 482 against 523 / 504. dS told to the other group only after
+# the next S is issued, 576 / 574 against 599 / 590, and delta read before dP is awaited as well, 589 / 566; at 64 517 /
+# 503 and 511 / 497 against 536 / 513. That order of FA4's with both, and P pinned before dS, 555 / 564. All of these
+# have fewer clocks without a product under way than what is here: the card holds its power, not its clock.
 
 _BACKWARD_64 = BackwardConfig(128, 128, adders="warps")
 """516 / 524 [443 / 401]; 64 queries 454 / 434. Added by groups 513 / 515, by warps 530 / 511."""
@@ -329,10 +352,16 @@ _BACKWARD_WIDE = BackwardConfig(64, 64, adders="threads")
 
 
 def backward(problem: Problem) -> BackwardConfig:
-    """The backward's config."""
+    """The backward's config where nothing was measured."""
     width = max(problem.head_dim, problem.value_dim)
     if width > 2 * SLAB:
         return _BACKWARD_WIDE
     if width > SLAB or problem.softcap is not None:
         return _BACKWARD_128
     return _BACKWARD_64
+
+
+def backward_choices(problem: Problem) -> tuple[BackwardConfig, ...]:
+    """Configs that may compete for a problem, first :func:`backward`'s."""
+    chosen = backward(problem)
+    return (chosen, _BACKWARD_128) if chosen is _BACKWARD_64 else (chosen,)

@@ -17,7 +17,7 @@ from ...layout import dense_strides
 from ...problem import Problem
 from ...target import capability
 from .. import reference, sinks
-from ..base import Backend, BackwardFn, BackwardInputs, ForwardFn, ForwardInputs, Grads, Verdict, Wanted, no, yes
+from ..base import Backend, BackwardFn, BackwardInputs, ForwardFn, ForwardInputs, Grads, Verdict, Wanted, named, no, yes
 from . import configs, loader
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -41,29 +41,40 @@ class HelionBackend(Backend):
         return loader.why_missing()
 
     def supports(self, problem: Problem) -> Verdict:
+        return self.offers(problem)[0]
+
+    def offers(self, problem: Problem) -> tuple[Verdict, ...]:
+        refusal = self._refusal(problem)
+        if refusal:
+            return (no(refusal),)
+        if problem.backward:
+            return tuple(yes(_text(chosen)) for chosen in configs.backward_choices(problem))
+        return tuple(yes(str(config)) for config in configs.forward_choices(problem))
+
+    def _refusal(self, problem: Problem) -> str:
         arch = capability(problem.target)
         if arch is None or arch < (8, 0):
-            return no(f"its kernels need a CUDA device of sm_80 or later, got {problem.target}")
+            return f"its kernels need a CUDA device of sm_80 or later, got {problem.target}"
         if problem.dtype not in _DTYPES:
-            return no(f"its kernels take bfloat16, float16 and float32, got {problem.dtype}")
+            return f"its kernels take bfloat16, float16 and float32, got {problem.dtype}"
         if not (0 < problem.head_dim <= _WIDEST and 0 < problem.value_dim <= _WIDEST):
             widths = f"D={problem.head_dim} and Dv={problem.value_dim}"
-            return no(f"its kernels take widths from 1 to {_WIDEST}, got {widths}")
+            return f"its kernels take widths from 1 to {_WIDEST}, got {widths}"
         if problem.softcap is not None and not 1.0 / _LARGEST_CAP < problem.softcap < _LARGEST_CAP:
-            return no(
-                f"its kernels hold soft caps from {1.0 / _LARGEST_CAP:g} to {_LARGEST_CAP:g}, got {problem.softcap}"
-            )
+            return f"its kernels hold soft caps from {1.0 / _LARGEST_CAP:g} to {_LARGEST_CAP:g}, got {problem.softcap}"
         if problem.dropout_p == 1.0:
-            return no("dropping everything needs no kernel")
-        if problem.backward:
-            return yes("; ".join(f"{kernel} {config}" for kernel, config in configs.backward(problem).items()))
-        return yes(str(configs.forward(problem)))
+            return "dropping everything needs no kernel"
+        return ""
 
-    def forward(self, problem: Problem) -> ForwardFn:
-        return _Forward(problem)
+    def forward(self, problem: Problem, config: str = "") -> ForwardFn:
+        return _Forward(problem, configs.forward_choices(problem)[named(self.offers(problem), config)])
 
-    def backward(self, problem: Problem) -> BackwardFn:
-        return _Backward(problem)
+    def backward(self, problem: Problem, config: str = "") -> BackwardFn:
+        return _Backward(problem, configs.backward_choices(problem)[named(self.offers(problem), config)])
+
+
+def _text(chosen: dict[str, configs.Config]) -> str:
+    return "; ".join(f"{kernel} {config}" for kernel, config in chosen.items())
 
 
 def _expanded(problem: Problem, mask: Tensor | None) -> Tensor | None:
@@ -85,8 +96,8 @@ def _switches(problem: Problem) -> dict[str, Any]:
 class _Forward:
     """One problem's forward: allocation and launch, decided at the first call."""
 
-    def __init__(self, problem: Problem) -> None:
-        self.problem = problem
+    def __init__(self, problem: Problem, config: configs.Config) -> None:
+        self.problem, self.config = problem, config
         self._launch: Any = None
         self._rest: tuple[Any, ...] = ()
         self._out: tuple[Any, ...] = ()
@@ -115,7 +126,7 @@ class _Forward:
             x.q, x.k, x.v, _expanded(problem, x.mask), x.rng_state, out, lse, sink=x.sink, **_switches(problem)
         )
         self._rest = arguments[8:]
-        self._launch = module.FORWARD.prepare(arguments, configs.forward(problem).helion())
+        self._launch = module.FORWARD.prepare(arguments, self.config.helion())
 
 
 class _Backward:
@@ -124,10 +135,10 @@ class _Backward:
     The gradient of a sink is a sum over the row terms, left to PyTorch.
     """
 
-    def __init__(self, problem: Problem) -> None:
+    def __init__(self, problem: Problem, chosen: dict[str, configs.Config]) -> None:
         self.problem = problem
         self.additive = problem.mask_dtype is not None and problem.mask_dtype != torch.bool
-        self.configs = {kernel: config.helion() for kernel, config in configs.backward(problem).items()}
+        self.configs = {kernel: config.helion() for kernel, config in chosen.items()}
         self._launches: dict[str, Any] = {}
         self._module: ModuleType | None = None
         self._options: tuple[Any, ...] = ()

@@ -136,6 +136,16 @@ def forward(problem: Problem) -> Config:
     return usual
 
 
+def forward_choices(problem: Problem) -> tuple[Config, ...]:
+    """Configs that may compete for a problem, first :func:`forward`'s: the table's of its width."""
+    chosen, width = forward(problem), _width(problem)
+    if problem.dtype == torch.float32 or not _roomy(problem):
+        return (chosen,)
+    tables = (_FORWARD, _SHORT_FORWARD)
+    others = [config for table in tables for (of, _), config in table.items() if of == width]
+    return tuple(dict.fromkeys((chosen, *others)))
+
+
 def _keys_first(tile_m: int, tile_n: int, num_warps: int, num_stages: int) -> Config:
     return Config(tile_m, tile_n, num_warps, num_stages, ("tile_n", "tile_m"))
 
@@ -218,3 +228,15 @@ def backward(problem: Problem) -> dict[str, Config]:
     if not problem.mask_grad:
         del chosen["mask_grad"]
     return chosen
+
+
+def backward_choices(problem: Problem) -> tuple[dict[str, Config], ...]:
+    """Configs by kernel that may compete for a problem, first :func:`backward`'s: the table's of its width."""
+    chosen, width = backward(problem), _width(problem)
+    found = [chosen]
+    if problem.dtype != torch.float32 and _roomy(problem):
+        for (of, work), dkv in _DKV.items():
+            other = {**chosen, "dkv": dkv, "dq": _DQ[of, work]}
+            if of == width and other not in found:
+                found.append(other)
+    return tuple(found)

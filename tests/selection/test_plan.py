@@ -1,0 +1,108 @@
+"""The plan: never empty, in the order of priorities, and nothing of what there is vanishes from it."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from torch_bwattn.errors import UnsupportedProblem
+from torch_bwattn.problem import Problem
+from torch_bwattn.selection import tables
+from torch_bwattn.selection.choose import Priority, plan, refusal
+from torch_bwattn.selection.key import bucket, key_of, kind_of
+from torch_bwattn.selection.tables import Measured, Tunable
+
+PROBLEM = Problem("cpu", torch.float32, 1, 2, 2, 40, 50, 16, 16, 0.25)
+WORDS = st.sampled_from(("right", "slow", "wrong", "-not today", "-never", "right!", "raises!"))
+ENVIRONMENT = {"date": "2026-11-30", "device": {"name": "a card"}, "versions": {}}
+
+
+def keep(problem, ranking, described=ENVIRONMENT):
+    tables.tuned(problem.target).update(lambda contents: tables.add(contents, key_of(problem), ranking, described))
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    told=st.fixed_dictionaries(
+        {name: st.lists(WORDS, min_size=1, max_size=4, unique=True) for name in ("cute", "helion", "aten")}
+    )
+)
+def test_a_plan_holds_every_offer_once_in_the_order_of_priorities(fakes, told):
+    fakes(**told)
+    made = plan(PROBLEM, None)
+    candidates = made.candidates
+    assert made.chosen is not None
+    priorities = [candidate.priority for candidate in candidates]
+    assert priorities == sorted(priorities, reverse=True)
+    for name, words in told.items():
+        assert sum(candidate.backend == name for candidate in candidates) == len(words)
+    for candidate in candidates:
+        assert bool(candidate.verdict) == (candidate.priority != Priority.UNSUPPORTED)
+        assert bool(candidate.verdict.last_resort) == (candidate.priority == Priority.LAST_RESORT)
+
+
+def test_a_last_resort_comes_after_the_reference_and_explain_says_why(fakes):
+    fakes(cute=["-no"], helion=["-no"], aten=["right!"])
+    names = [candidate.backend for candidate in plan(PROBLEM, None).candidates if candidate.verdict]
+    assert names == ["reference", "aten"]
+
+
+def test_what_was_measured_goes_first_but_no_last_resort_does(fakes):
+    fakes(cute=["right", "slow"], helion=["wrong"], aten=["right!"])
+    ranking = [("aten", "right", 0.1), ("helion", "wrong", 0.2), ("cute", "slow", 0.3), ("cute", "gone", 0.05)]
+    keep(PROBLEM, [Measured(Tunable(backend, config), ms) for backend, config, ms in ranking])
+    made = plan(PROBLEM, None)
+    assert [tuple(candidate.tunable) for candidate in made.candidates if candidate.verdict] == [
+        ("helion", "wrong"),
+        ("cute", "slow"),
+        ("cute", "right"),
+        ("reference", "blockwise eager, float64"),
+        ("aten", "right"),
+    ]
+    assert "a card" in made.source
+
+
+def test_near_sizes_share_an_entry_and_other_kinds_do_not(fakes):
+    fakes(cute=["right", "slow"])
+    keep(PROBLEM, [Measured(Tunable("cute", "slow"), 0.1)])
+
+    def first(**fields):
+        return plan(dataclasses.replace(PROBLEM, **fields), None).candidates[0].verdict.config
+
+    assert first() == first(kv_len=200) == first(q_len=64, kv_len=64) == "slow"
+    assert first(kv_len=10**6) == first(diagonal=0) == first(dtype=torch.bfloat16) == "right"
+    assert first(backward=True) == "right"
+
+
+@pytest.mark.parametrize("pin", ["cute", "helion"])
+def test_a_pin_asks_nobody_else(fakes, pin):
+    fakes(cute=["-it is Monday"], helion=["-it is Monday"])
+    made = plan(PROBLEM, pin)
+    assert {candidate.backend for candidate in made.candidates} == {pin}
+    assert made.chosen is None
+    assert "it is Monday" in str(refusal(made))
+    assert isinstance(refusal(made), UnsupportedProblem)
+
+
+@given(st.integers(1, 2**20), st.integers(1, 2**20))
+def test_buckets_keep_order_and_are_no_wider_than_two(a, b):
+    small, large = sorted((a, b))
+    assert bucket(small) <= bucket(large)
+    assert a <= bucket(a) <= max(16, 2 * a)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"diagonal": 0}, {"diagonal": 0, "low_diagonal": -5}, {"softcap": 3.0}, {"sink_dtype": torch.float32},
+        {"mask_dtype": torch.bool, "mask_sizes": (1, 1, 40, 50)}, {"dropout_p": 0.5}, {"backward": True},
+        {"kv_heads": 1}, {"head_dim": 64}, {"bulk_copies": False}, {"dtype": torch.float16}, {"target": "sm_80"},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_what_changes_kernels_changes_the_kind(fields):
+    assert kind_of(dataclasses.replace(PROBLEM, **fields)) != kind_of(PROBLEM)

@@ -1,0 +1,139 @@
+"""The tuner with fakes: what is wrong, hangs or dies is left out, and what is known is not measured again."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import threading
+
+import pytest
+import torch
+
+from tests.selection.conftest import cache, fakes  # noqa: F401 (fixtures)
+from torch_bwattn.problem import Problem
+from torch_bwattn.selection import tables
+from torch_bwattn.selection.choose import plan
+from torch_bwattn.selection.key import key_of
+from torch_bwattn.tuning import problems, tuner
+
+PROBLEM = Problem("cpu", torch.float32, 1, 2, 2, 40, 50, 16, 16, 0.25)
+BUDGET = {"warmup_ms": 0.0, "rep_ms": 4.0, "rounds": 1}
+CODE = """
+import json, sys
+from tests.support import fake_backends
+from torch_bwattn.selection import choose
+fake_backends.install(json.loads(sys.argv[1]))
+from torch_bwattn.tuning import worker
+worker.get_backend = choose.get_backend
+worker.main()
+"""
+
+
+def options(told, **others):
+    command = (sys.executable, "-c", CODE, json.dumps(told))
+    return tuner.Options(jobs=2, limit_s=20.0, budget=BUDGET, command=command, **others)
+
+
+def tuned(told, found=(PROBLEM,), **others):
+    lines, steps = [], []
+    outcomes = tuner.tune(
+        found, options(told, **others), log=lines.append, advance=lambda done, total: steps.append((done, total))
+    )
+    return outcomes, lines, steps
+
+
+def test_only_what_is_right_is_timed_and_the_fastest_is_first(fakes):  # noqa: F811
+    told = {"cute": ["slow", "right", "wrong", "nan"], "helion": ["raises", "does not compile"], "aten": ["-no"]}
+    fakes(**told)
+    (outcome,), lines, steps = tuned(told)
+    assert [str(one.tunable) for one in outcome.ranking] == ["cute: right", "cute: slow"]
+    assert {str(tunable) for tunable in outcome.failures} == {
+        "cute: wrong", "cute: nan", "helion: raises", "helion: does not compile"
+    }  # fmt: skip
+    assert sum("left out" in line for line in lines) == 4
+    assert steps[-1] == (7, 7)
+    assert [done for done, _ in steps] == sorted(done for done, _ in steps)
+    assert plan(PROBLEM, None).candidates[0].verdict.config == "right"
+
+
+@pytest.mark.parametrize("failing", ["hangs", "dies"])
+def test_what_hangs_or_dies_takes_nothing_with_it(fakes, failing):  # noqa: F811
+    told = {"cute": [failing, "right"], "helion": ["slow"], "aten": ["-no"]}
+    fakes(**told)
+    chosen = options(told)
+    chosen = tuner.Options(jobs=1, limit_s=2.0, budget=BUDGET, command=chosen.command)
+    (outcome,) = tuner.tune([PROBLEM], chosen)
+    assert [str(one.tunable) for one in outcome.ranking] == ["cute: right", "helion: slow"]
+    (reason,) = outcome.failures.values()
+    assert ("no answer within 2 s" if failing == "hangs" else "status 7") in reason
+
+
+def test_what_is_known_is_not_measured_again(fakes):  # noqa: F811
+    told = {"cute": ["right"], "aten": ["-no"]}
+    fakes(**told)
+    assert len(tuned(told)[0]) == 1
+    assert tuned(told)[0] == []
+    assert len(tuned(told, again=True)[0]) == 1
+
+
+def test_other_versions_are_measured_again(fakes, monkeypatch):  # noqa: F811
+    told = {"cute": ["right"], "aten": ["-no"]}
+    fakes(**told)
+    tuned(told)
+    monkeypatch.setattr(tables, "_installed", lambda: {"triton": "another"})
+    assert len(tuned(told)[0]) == 1
+
+
+def test_a_problem_nobody_can_run_keeps_nothing(fakes):  # noqa: F811
+    told = {"cute": ["raises"], "aten": ["-no"]}
+    fakes(**told)
+    (outcome,), _, _ = tuned(told)
+    assert outcome.ranking == ()
+    assert tables.lookup("cpu", key_of(PROBLEM)) is None
+
+
+def test_fallbacks_are_measured_only_where_there_is_nothing_else(fakes):  # noqa: F811
+    fakes(cute=["right"], aten=["right!"], helion=["-no"])
+    assert [str(tunable) for tunable in tuner.competitors(PROBLEM)] == ["cute: right"]
+    fakes(cute=["-no"], aten=["right!"], helion=["-no"])
+    (only,) = tuner.competitors(PROBLEM)
+    assert only.backend == "reference"
+
+
+def test_two_processes_with_threads_tune_one_cache(fakes):  # noqa: F811
+    """Of different problems at the same time, into one file."""
+    told = {"cute": ["right"], "aten": ["-no"]}
+    code = """
+import json, sys, threading, torch
+from tests.support import fake_backends
+from tests.tuning.test_tuner import PROBLEM, options
+from torch_bwattn.selection import choose
+from torch_bwattn.tuning import tuner
+import dataclasses
+told = json.loads(sys.argv[1])
+fake_backends.install(told)
+tuner.plan.__globals__["get_backend"] = choose.get_backend
+first = int(sys.argv[2])
+mine = [dataclasses.replace(PROBLEM, q_len=16 << (first + i)) for i in range(4)]
+threads = [threading.Thread(target=tuner.tune, args=([one], options(told))) for one in mine]
+[t.start() for t in threads]; [t.join() for t in threads]
+"""
+    running = [
+        subprocess.Popen([sys.executable, "-c", code, json.dumps(told), str(4 * i)], env=dict(os.environ))
+        for i in range(2)
+    ]
+    assert [process.wait() for process in running] == [0, 0]
+    assert len(tables.tuned("cpu").load()["entries"]) == 8
+    assert threading.active_count() < 20
+
+
+def test_the_release_covers_every_feature_and_every_kind_of_length():
+    found = problems.release("sm_90a")
+    for fields in ("mask_dtype", "softcap", "sink_dtype", "low_diagonal"):
+        assert any(getattr(problem, fields) is not None for problem in found)
+    assert any(problem.dropout_p for problem in found)
+    assert {problem.q_len for problem in found} >= {1, 16, 128, 32768}
+    assert {problem.backward for problem in found} == {False, True}
+    assert len(tuner.one_of_each_key(found)) > 200

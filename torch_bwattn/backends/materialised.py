@@ -1,0 +1,111 @@
+"""Attention by two matrix products with the whole score matrix in memory between them, in float32.
+
+For few queries beside many keys it is no worse than a fused kernel: its products are as fast as a library's are, and
+with grouped heads the rows of a group lie under their key head in one product. The score matrix has ``B Hq Sq Skv``
+entries, so :func:`within_bound` says while it may compete.
+
+    S = scale * Q K^T     P = exp(S - lse)     O = P V
+    dV = P^T dO     dP = dO V^T     dS = P * (dP - rowsum(dO * O))     dQ = scale * dS K     dK = scale * dS^T Q
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ..layout import conform
+from ..problem import Problem
+from .base import BackwardInputs, ForwardInputs, Grads
+
+
+def within_bound(problem: Problem) -> bool:
+    """Whether the score matrix of a sequence is no larger than the keys' side of the model's activations.
+
+    ``[B, Hq, Sq, Skv]`` against ``[B, Skv, Hq * D]``: an activation of that size is in memory anyway.
+    """
+    return problem.q_len <= problem.head_dim
+
+
+def refuse(problem: Problem) -> str:
+    """Why this path does not take a problem, or nothing."""
+    if problem.dtype not in (torch.float16, torch.bfloat16):
+        return f"it takes float16 and bfloat16, got {problem.dtype}; reference takes any"
+    if problem.dropout_p > 0.0:
+        return "it has no dropout; helion and reference do"
+    if problem.mask_grad:
+        return "it gives no gradient for the mask; helion and reference do"
+    if problem.softcap is not None:
+        return "it caps no scores; helion and reference do"
+    if problem.backward and problem.sink_dtype is not None:
+        return "its backward has no sink; helion and reference do"
+    if problem.backward and problem.sees_one_key:
+        return "delta would leave rounding in what is exactly 0; reference computes it without"
+    return ""
+
+
+def _fold(tensor: Tensor, kv_heads: int) -> Tensor:
+    """``[B, Hq, S, X]`` -> ``[B * Hkv, G * S, X]``: the rows of a group's heads under their key head."""
+    batch, heads, rows, width = tensor.shape
+    return tensor.reshape(batch * kv_heads, heads // kv_heads * rows, width)
+
+
+def _unfold(tensor: Tensor, like: Tensor) -> Tensor:
+    return tensor.view(*like.shape[:3], tensor.shape[-1])
+
+
+def _product(a: Tensor, b: Tensor) -> Tensor:
+    """``a b`` of 16-bit operands with its result in float32."""
+    if not a.is_cuda:  # there is no such product on the CPU
+        return torch.bmm(a.float(), b.float())
+    return torch.bmm(a, b, out_dtype=torch.float32)
+
+
+def _scores(problem: Problem, q: Tensor, k: Tensor, mask: Tensor | None) -> Tensor:
+    """Scores ``[B, Hq, Sq, Skv]`` in float32, -inf where a query does not see a key."""
+    s = _product(_fold(q, problem.kv_heads), k.reshape(-1, *k.shape[2:]).mT)
+    s = s.view(problem.batch, problem.heads, problem.q_len, problem.kv_len).mul_(problem.scale)
+    if mask is not None:
+        s = s.masked_fill_(~mask, -torch.inf) if mask.dtype == torch.bool else s.add_(mask)
+    if problem.diagonal is not None or problem.low_diagonal is not None:
+        distance = torch.arange(problem.kv_len, device=q.device) - torch.arange(problem.q_len, device=q.device)[:, None]
+        hidden = torch.zeros_like(distance, dtype=torch.bool)
+        if problem.diagonal is not None:
+            hidden |= distance > problem.diagonal
+        if problem.low_diagonal is not None:
+            hidden |= distance < problem.low_diagonal
+        s = s.masked_fill_(hidden, -torch.inf)
+    return s
+
+
+def _probabilities(s: Tensor, lse: Tensor) -> Tensor:
+    """``exp(S - lse)``, 0 in a row that sees no key."""
+    return s.sub_(lse.masked_fill(lse == -torch.inf, 0.0).unsqueeze(-1)).exp_()
+
+
+def forward(problem: Problem, x: ForwardInputs) -> tuple[Tensor, Tensor]:
+    """``(out, lse)`` of one 4-D problem."""
+    s = _scores(problem, x.q, x.k, x.mask)
+    lse = torch.logsumexp(s, -1)
+    if x.sink is not None:
+        lse = torch.logaddexp(lse, x.sink.float().view(-1, 1))
+    p = _fold(_probabilities(s, lse).to(problem.dtype), problem.kv_heads)
+    out = _unfold(torch.bmm(p, x.v.reshape(-1, *x.v.shape[2:])), x.q)
+    return conform(out, x.q), lse
+
+
+def backward(problem: Problem, x: BackwardInputs) -> Grads:
+    """Gradients of q, k and v."""
+    groups = problem.kv_heads
+    p = _probabilities(_scores(problem, x.q, x.k, x.mask), x.lse)
+    do = _fold(x.grad_out, groups)
+    dv = torch.bmm(_fold(p.to(problem.dtype), groups).mT, do)
+    dp = _unfold(_product(do, x.v.reshape(-1, *x.v.shape[2:]).mT), x.q)
+    delta = (x.grad_out.float() * x.out.float()).sum(-1, keepdim=True)
+    if x.grad_lse is not None:
+        delta = delta - x.grad_lse.unsqueeze(-1)
+    ds = _fold(p.mul_(dp.sub_(delta)).mul_(problem.scale).to(problem.dtype), groups)
+    dq = _unfold(torch.bmm(ds, x.k.reshape(-1, *x.k.shape[2:])), x.q)
+    dk = torch.bmm(ds.mT, _fold(x.q, groups))
+    return (
+        conform(dq, x.q), conform(dk.view(x.k.shape), x.k), conform(dv.view(x.v.shape), x.v), None, None,
+    )  # fmt: skip

@@ -1,0 +1,166 @@
+"""What was measured: the package's own tables, and what the user has tuned.
+
+A table holds, for each key, the tunables that were timed, fastest first, each of which had passed the accuracy rule
+there, and of every entry the environment: card, driver, versions, date. For a problem the entry of its very key is
+asked for, else that of the nearest of its kind, no more than :data:`FARTHEST` doublings of sizes away.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from .. import environment
+from .key import Key
+from .store import Store
+
+FARTHEST = 3.0
+"""Doublings of batch times heads, Sq and Skv together over which an entry is still asked for its order."""
+
+VERSIONS_THAT_COUNT = ("torch", "triton", "helion", "nvidia-cutlass-dsl")
+"""Of other versions than these, an entry's tunables are checked anew before they are used."""
+
+_SHIPPED = Path(__file__).parent / "pretuned"
+
+
+class Tunable(NamedTuple):
+    """A backend and one of its configs."""
+
+    backend: str
+    config: str
+
+    def __str__(self) -> str:
+        return f"{self.backend}: {self.config}"
+
+
+class Measured(NamedTuple):
+    """A tunable's time in an entry."""
+
+    tunable: Tunable
+    ms: float
+
+
+@dataclass(frozen=True)
+class Entry:
+    """What was measured for a key, fastest first, and where."""
+
+    key: Key
+    ranking: tuple[Measured, ...]
+    environment: Mapping[str, Any]
+    source: str
+
+    @property
+    def same_versions(self) -> bool:
+        """Whether it was measured with the versions that are installed."""
+        return same_versions(self.environment)
+
+    def __str__(self) -> str:
+        device, date = self.environment.get("device", {}).get("name", "?"), self.environment.get("date", "?")[:10]
+        return f"{self.source} of {date}, {device}, for {self.key}"
+
+
+def same_versions(described: Mapping[str, Any]) -> bool:
+    """Whether an environment has the installed versions of what decides kernels."""
+    versions = described.get("versions", {})
+    return all(versions.get(name) == installed for name, installed in _installed().items())
+
+
+@functools.cache
+def _installed() -> dict[str, str | None]:
+    found = environment.versions()
+    return {name: found[name] for name in VERSIONS_THAT_COUNT}
+
+
+def valid(contents: Any) -> bool:
+    """Whether a JSON object is a table."""
+    entries, environments = contents.get("entries", []), contents.get("environments", [])
+    if not isinstance(entries, list) or not isinstance(environments, list):
+        return False
+    return all(isinstance(one, dict) for one in environments) and all(_valid(one, len(environments)) for one in entries)
+
+
+def _valid(entry: Any, environments: int) -> bool:
+    try:
+        sizes, ranking = entry["sizes"], entry["ranking"]
+        return (
+            isinstance(entry["kind"], str)
+            and 0 <= entry["environment"] < environments
+            and len(sizes) == 3
+            and all(isinstance(size, int) and size > 0 for size in sizes)
+            and all(isinstance(name, str) and isinstance(config, str) and ms > 0.0 for name, config, ms in ranking)
+        )
+    except (KeyError, TypeError, ValueError):
+        return False
+
+
+def entries_of(contents: Mapping[str, Any], source: str) -> dict[Key, Entry]:
+    """The entries of a table by key."""
+    found = {}
+    for one in contents.get("entries", []):
+        key = Key(one["kind"], tuple(one["sizes"]))
+        ranking = tuple(Measured(Tunable(name, config), float(ms)) for name, config, ms in one["ranking"])
+        found[key] = Entry(key, ranking, contents["environments"][one["environment"]], source)
+    return found
+
+
+def add(contents: dict[str, Any], key: Key, ranking: Iterable[Measured], described: Mapping[str, Any]) -> None:
+    """Puts an entry into a table, in the place of what it says of the key; the environment once for all its entries."""
+    environments = contents.setdefault("environments", [])
+    if described not in environments:
+        environments.append(dict(described))
+    entries = [one for one in contents.get("entries", []) if (one["kind"], tuple(one["sizes"])) != key]
+    entries.append(
+        {
+            "kind": key.kind,
+            "sizes": list(key.sizes),
+            "environment": environments.index(described),
+            "ranking": [[one.tunable.backend, one.tunable.config, round(one.ms, 6)] for one in ranking],
+        }
+    )
+    contents["entries"] = entries
+
+
+def shipped_name(target: str) -> str:
+    """The file of a target's table: ``sm_90a`` -> ``sm90.json``."""
+    return target.replace("_", "").rstrip("af") + ".json"
+
+
+@functools.cache
+def shipped(target: str) -> dict[str, Any]:
+    """The package's table for a target; empty where there is none."""
+    path = _SHIPPED / shipped_name(target)
+    return json.loads(path.read_text()) if path.exists() else {}
+
+
+@functools.cache
+def _shipped_entries(target: str) -> dict[Key, Entry]:
+    return entries_of(shipped(target), "the package's table")
+
+
+@functools.cache
+def tuned(target: str) -> Store:
+    """The file of what this user has tuned for a target."""
+    return Store("tuned", f"{target}.json", valid)
+
+
+def lookup(target: str, key: Key) -> Entry | None:
+    """The entry to go by: the package's before the user's, the very key before the nearest."""
+    tables = (_shipped_entries(target), entries_of(tuned(target).load(), "the user's table"))
+    for table in tables:
+        if key in table:
+            return table[key]
+    for table in tables:
+        near = min(table.values(), key=lambda entry: key.distance(entry.key), default=None)
+        if near is not None and key.distance(near.key) <= FARTHEST:
+            return near
+    return None
+
+
+def is_known(target: str, key: Key) -> bool:
+    """Whether this very key was measured with the installed versions."""
+    entry = lookup(target, key)
+    return entry is not None and entry.key == key and entry.same_versions

@@ -1,0 +1,121 @@
+"""Whether a config may run: measured right on this architecture with these versions, or checked at its first use here.
+
+PyTorch's own kernels and the blockwise reference are trusted: where the former are wrong stands in their backend. A
+kernel of this package is trusted for a target whose table says that the package's GPU tests passed there with the
+versions that are installed. Anywhere else its first use on a machine is preceded by a check of a small problem of the
+same kind, whose verdict is kept.
+"""
+
+from __future__ import annotations
+
+import datetime as dt
+import functools
+import hashlib
+import logging
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from .. import backends, environment
+from ..backends.base import Backend
+from ..problem import Problem
+from . import drawn, tables
+from .key import kind_of
+from .store import Store
+from .tables import Tunable
+
+log = logging.getLogger("torch_bwattn")
+
+TRUSTED = ("aten", "reference")
+_lock = threading.RLock()
+_known: dict[tuple[str, Tunable], str] = {}
+
+
+@functools.cache
+def _store(target: str) -> Store:
+    return Store("verdicts", f"{target}.json", lambda contents: isinstance(contents.get("verdicts", {}), dict))
+
+
+def passed_tests(target: str) -> bool:
+    """Whether the package's GPU tests passed on a target with the installed versions."""
+    table = tables.shipped(target)
+    tested = table.get("tested")
+    return tested is not None and tables.same_versions(table["environments"][tested])
+
+
+def why_distrusted(
+    tunable: Tunable, backend: Backend, problem: Problem, device: torch.device, *, capturing: Callable[[], bool]
+) -> str:
+    """Why a tunable must not run a problem, or nothing; checks it where nobody has.
+
+    Raises:
+        RuntimeError: It would have to be checked, while a CUDA graph is being captured.
+    """
+    if tunable.backend in TRUSTED or problem.empty or passed_tests(problem.target):
+        return ""
+    known = kind_of(problem), tunable
+    if known in _known:
+        return _known[known]
+    with _lock:
+        if known not in _known:
+            found = _recall(problem, known)
+            if found is None:
+                if capturing():
+                    raise RuntimeError(
+                        f"sdpa: expected {tunable.backend} to be checked before a CUDA graph captures it, but this is "
+                        "its first call with these features; make one call of this kind before the capture"
+                    )
+                found = check(tunable, backend, problem, device)
+                _keep(problem, known, found)
+            _known[known] = found
+    return _known[known]
+
+
+def check(tunable: Tunable, backend: Backend, problem: Problem, device: torch.device) -> str:
+    """Runs the self-check: what is wrong, or nothing. An exception is what is wrong, except for lack of memory."""
+    log.debug("sdpa: first use of %s for %s, checked on a small problem", tunable, kind_of(problem))
+    try:
+        with torch.no_grad():
+            return drawn.check(backend, tunable.config, problem, device)
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:  # noqa: BLE001 (whatever it is, the config must not run)
+        return f"{type(error).__name__}: {error}"
+
+
+def _name(known: tuple[str, Tunable]) -> str:
+    """What a verdict is of: kind, tunable, and the versions that make the code."""
+    kind, tunable = known
+    described = "\n".join([kind, *tunable, *(f"{name} {version}" for name, version in sorted(_versions().items()))])
+    return hashlib.sha256(described.encode()).hexdigest()[:32]
+
+
+@functools.cache
+def _versions() -> dict[str, str | None]:
+    found = environment.versions()
+    sources = hashlib.sha256()
+    for path in sorted(Path(backends.__file__).parent.rglob("*.py")):
+        sources.update(path.read_bytes())
+    described = {name: found.get(name) for name in (*tables.VERSIONS_THAT_COUNT, "cuda")}
+    return {**described, "backends": sources.hexdigest()}
+
+
+def _recall(problem: Problem, known: tuple[str, Tunable]) -> str | None:
+    verdict = _store(problem.target).load().get("verdicts", {}).get(_name(known))
+    if not isinstance(verdict, dict) or not isinstance(verdict.get("failure"), str):
+        return None
+    return str(verdict["failure"])
+
+
+def _keep(problem: Problem, known: tuple[str, Tunable], failure: str) -> None:
+    kind, tunable = known
+    today = dt.datetime.now(dt.timezone.utc).strftime("%Y-%m-%d")
+    verdict = {"kind": kind, "backend": tunable.backend, "config": tunable.config, "failure": failure, "date": today}
+
+    def change(contents: dict[str, Any]) -> None:
+        contents.setdefault("verdicts", {})[_name(known)] = verdict
+
+    _store(problem.target).update(change)

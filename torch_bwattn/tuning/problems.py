@@ -1,0 +1,109 @@
+"""The problems that tables are made of: the README's rows, and what a release is tuned for."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+
+from ..bench.rows import Row, select_rows
+from ..problem import Problem
+
+
+def of_row(row: Row, target: str, backward: bool) -> Problem:
+    """A row of the bench as a problem, in the layout in which models have it."""
+    return Problem(
+        target=target,
+        dtype=getattr(torch, row.dtype),
+        batch=row.batch,
+        heads=row.heads,
+        kv_heads=row.kv_heads,
+        q_len=row.length,
+        kv_len=row.length,
+        head_dim=row.head_dim,
+        value_dim=row.head_dim,
+        scale=row.head_dim**-0.5,
+        diagonal=0 if row.causal else None,
+        low_diagonal=None if row.window is None else -row.window,
+        backward=backward,
+    )
+
+
+def rows(
+    target: str, patterns: Iterable[str] | None, causal: Sequence[bool], dtype: str, directions: Sequence[bool]
+) -> list[Problem]:
+    """Rows of the bench, or shapes by name, in each of ``directions`` (whether backward).
+
+    Raises:
+        ValueError: A pattern names nothing.
+    """
+    found = select_rows(patterns, causal=causal, dtype=dtype)
+    return [of_row(row, target, backward) for backward in directions for row in found]
+
+
+_TOKENS = 32768
+"""Of a release's problem: enough programs for all SMs at every length."""
+
+
+def release(target: str) -> list[Problem]:
+    """What the package's own table of a target is measured on.
+
+    Prefill and training of short and long sequences, chunks of few queries beside many keys, and decoding, at the
+    widths that models have, with every feature that has kernels of its own.
+    """
+    return list(dict.fromkeys(_release(target)))
+
+
+def _plain(target: str, width: int, q_len: int, kv_len: int, kv_heads: int = 16, heads: int = 16) -> Problem:
+    batch = max(1, min(32, _TOKENS // max(q_len, kv_len)))
+    return Problem(
+        target, torch.bfloat16, batch, heads, kv_heads, q_len, kv_len, width, width, width**-0.5,
+        diagonal=None,
+    )  # fmt: skip
+
+
+def _causal(problem: Problem) -> Problem:
+    return dataclasses.replace(problem, diagonal=problem.kv_len - problem.q_len)
+
+
+def _release(target: str) -> Iterator[Problem]:
+    for width, length in itertools.product((64, 128, 256), (128, 512, 2048, 8192, 32768)):
+        for problem in (_plain(target, width, length, length), _plain(target, width, length, length, kv_heads=4)):
+            for masked in (problem, _causal(problem)):
+                yield from _both(masked)
+    for width, (q_len, kv_len) in itertools.product(
+        (64, 128, 256), itertools.product((1, 16, 128), (512, 4096, 32768))
+    ):
+        for kv_heads in (16, 4):
+            yield _causal(_plain(target, width, q_len, kv_len, kv_heads))
+    for width in (64, 128):
+        base = _plain(target, width, 4096, 4096)
+        for fields in _FEATURES:
+            yield from _both(dataclasses.replace(base, **fields))
+        yield from _both(dataclasses.replace(base, dtype=torch.float16))
+        yield from _both(dataclasses.replace(base, dtype=torch.float32, batch=1))
+    for head_dim, value_dim in ((32, 32), (96, 96), (192, 128), (192, 192)):
+        base = dataclasses.replace(_plain(target, head_dim, 4096, 4096), value_dim=value_dim)
+        for masked in (base, _causal(base)):
+            yield from _both(masked)
+
+
+_FEATURES: tuple[dict[str, Any], ...] = (
+    {"mask_dtype": torch.bool, "mask_sizes": (1, 1, 4096, 4096)},
+    {"mask_dtype": torch.bfloat16, "mask_sizes": (1, 1, 4096, 4096)},
+    {"dropout_p": 0.1},
+    {"dropout_p": 0.1, "diagonal": 0},
+    {"diagonal": 0, "low_diagonal": -1023},
+    {"diagonal": 0, "softcap": 30.0},
+    {"diagonal": 0, "sink_dtype": torch.bfloat16},
+    {"diagonal": 0, "low_diagonal": -127, "sink_dtype": torch.bfloat16},
+    {"bulk_copies": False, "aligned": False},
+)
+
+
+def _both(problem: Problem) -> Iterator[Problem]:
+    yield problem
+    yield dataclasses.replace(problem, backward=True)

@@ -1,0 +1,274 @@
+"""Tunes problems: checks every tunable that may compete, times those that pass, and keeps their order.
+
+Work is done by processes of their own (:mod:`.worker`). Checks, which compile, run beside each other in as many as
+asked for; times are taken by one, of all tunables of a problem in turns, while nothing else runs. A tunable that does
+not answer within its limit, or takes its process with it, is left out, and the process replaced. What is found is kept
+problem by problem, so that a run that was ended goes on where it was.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import select
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from queue import SimpleQueue
+from typing import Any
+
+from .. import environment
+from ..problem import Problem
+from ..selection import tables
+from ..selection.choose import Priority, plan
+from ..selection.key import Key, key_of
+from ..selection.on_demand import TUNE, to_json
+from ..selection.tables import Measured, Tunable
+
+WORKER = (sys.executable, "-m", "torch_bwattn.tuning.worker")
+_START_LIMIT_S = 120.0
+"""What a new process is given to import what it needs."""
+
+
+class NoAnswer(Exception):
+    """A worker has not answered in time, or has died."""
+
+
+class Worker:
+    """One worker process, started when it is first asked, and anew after it failed to answer."""
+
+    def __init__(self, command: Sequence[str] = WORKER) -> None:
+        self._command = command
+        self._process: subprocess.Popen[bytes] | None = None
+        self._buffer = b""
+
+    def ask(self, request: dict[str, Any], limit_s: float) -> dict[str, Any]:
+        """The reply to a request.
+
+        Raises:
+            NoAnswer: There is none within the limit, or the process died.
+        """
+        try:
+            if self._process is None:
+                # A session of its own: what it starts itself is ended with it.
+                self._process = subprocess.Popen(  # noqa: S603 (this interpreter, or a test's)
+                    self._command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
+                    start_new_session=True, env={**os.environ, TUNE: "0"},
+                )  # fmt: skip
+                self._read_line(self._process, _START_LIMIT_S)
+            self._write_line(self._process, json.dumps(request).encode())
+            return dict(json.loads(self._read_line(self._process, limit_s)))
+        except (OSError, ValueError) as error:
+            self.end()
+            raise NoAnswer(f"its process died ({error})") from error
+        except NoAnswer:
+            self.end()
+            raise
+
+    def _write_line(self, process: subprocess.Popen[bytes], line: bytes) -> None:
+        if process.stdin is None:
+            raise NoAnswer("its process takes no requests")
+        process.stdin.write(line + b"\n")
+        process.stdin.flush()
+
+    def _read_line(self, process: subprocess.Popen[bytes], limit_s: float) -> bytes:
+        deadline, output = time.monotonic() + limit_s, process.stdout
+        if output is None:
+            raise NoAnswer("its process gives no replies")
+        while b"\n" not in self._buffer:
+            ready, _, _ = select.select([output], [], [], max(0.0, deadline - time.monotonic()))
+            if not ready:
+                raise NoAnswer(f"no answer within {limit_s:g} s")
+            read = os.read(output.fileno(), 1 << 16)
+            if not read:
+                raise NoAnswer(f"its process ended with status {process.wait()}")
+            self._buffer += read
+        line, _, self._buffer = self._buffer.partition(b"\n")
+        return line
+
+    def end(self) -> None:
+        """Ends the process and what it started."""
+        process, self._process, self._buffer = self._process, None, b""
+        if process is None:
+            return
+        with contextlib.suppress(OSError):
+            os.killpg(process.pid, 9)
+        process.wait()
+        for pipe in (process.stdin, process.stdout):
+            if pipe is not None:
+                with contextlib.suppress(OSError):
+                    pipe.close()
+
+
+@dataclass(frozen=True)
+class Options:
+    """How to tune.
+
+    Attributes:
+        jobs: Processes that check beside each other.
+        limit_s: What one tunable's check, or a problem's times, may take.
+        budget: Of :class:`torch_bwattn.bench.timing.Budget`, for each tunable of a problem.
+        again: Whether what is known is measured anew.
+        command: What starts a worker.
+    """
+
+    jobs: int = 4
+    limit_s: float = 120.0
+    budget: dict[str, float] = field(default_factory=lambda: {"warmup_ms": 5.0, "rep_ms": 40.0, "rounds": 6})
+    again: bool = False
+    command: Sequence[str] = WORKER
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What was found for a problem: its tunables, fastest first, and why others have no time."""
+
+    key: Key
+    ranking: tuple[Measured, ...]
+    failures: dict[Tunable, str]
+
+
+def competitors(problem: Problem) -> list[Tunable]:
+    """The tunables that may compete: all that support a problem, but for fallbacks while there is anything else."""
+    able = [candidate for candidate in plan(problem, None).candidates if candidate.verdict]
+    able = [candidate for candidate in able if candidate.priority > Priority.LAST_RESORT]
+    fast = [candidate for candidate in able if candidate.backend != "reference"]
+    return sorted({candidate.tunable for candidate in fast or able})
+
+
+def one_of_each_key(problems: Iterable[Problem]) -> dict[Key, Problem]:
+    """The problems to measure: the largest of each key."""
+
+    def size(problem: Problem) -> int:
+        return problem.batch * problem.heads * problem.q_len * problem.kv_len
+
+    found: dict[Key, Problem] = {}
+    for problem in problems:
+        key = key_of(problem)
+        if key not in found or size(problem) > size(found[key]):
+            found[key] = problem
+    return found
+
+
+def tune(
+    problems: Iterable[Problem],
+    options: Options = Options(),
+    *,
+    log: Callable[[str], None] = lambda _: None,
+    advance: Callable[[int, int], None] = lambda _done, _total: None,
+    describe: Callable[[], dict[str, Any]] | None = None,
+) -> list[Outcome]:
+    """Tunes problems and keeps what it finds in the user's tables.
+
+    Args:
+        problems: What to tune; one of each key is measured.
+        options: How.
+        log: Takes a line for what is found, and for each tunable that has no time.
+        advance: Takes how many of how many steps are done.
+        describe: The environment that is noted with the times; by default that of CUDA device 0, or of the CPU.
+
+    Returns:
+        What was found, without what was known before.
+    """
+    todo = {
+        key: problem
+        for key, problem in one_of_each_key(problems).items()
+        if options.again or not tables.is_known(problem.target, key)
+    }
+    checks = [(problem, tunable) for problem in todo.values() for tunable in competitors(problem)]
+    total, done, lock = len(checks) + len(todo), 0, threading.Lock()
+
+    def step() -> None:
+        nonlocal done
+        with lock:
+            done += 1
+            advance(done, total)
+
+    failures = _check_all(checks, options, step)
+    described = describe() if describe else _describe(todo.values())
+    outcomes, timer = [], Worker(options.command)
+    try:
+        for key, problem in todo.items():
+            mine = {tunable: failures[problem, tunable] for of, tunable in checks if of is problem}
+            outcome = _time(key, problem, mine, timer, options)
+            for tunable, reason in outcome.failures.items():
+                log(f"{key}: {tunable} left out: {reason}")
+            if outcome.ranking:
+                log(f"{key}: {outcome.ranking[0].tunable}, {outcome.ranking[0].ms:.4f} ms")
+                _keep(problem, outcome, described)
+            outcomes.append(outcome)
+            step()
+    finally:
+        timer.end()
+    return outcomes
+
+
+def _describe(problems: Iterable[Problem]) -> dict[str, Any]:
+    device = None if all(problem.target == "cpu" for problem in problems) else 0
+    return environment.describe(device)
+
+
+def _keep(problem: Problem, outcome: Outcome, described: dict[str, Any]) -> None:
+    tables.tuned(problem.target).update(lambda contents: tables.add(contents, outcome.key, outcome.ranking, described))
+
+
+def _check_all(
+    checks: Sequence[tuple[Problem, Tunable]], options: Options, step: Callable[[], None]
+) -> dict[tuple[Problem, Tunable], str]:
+    """Checks beside each other: what is wrong with each tunable, or nothing."""
+    workers: SimpleQueue[Worker] = SimpleQueue()
+    jobs = max(1, min(options.jobs, len(checks)))
+    all_workers = [Worker(options.command) for _ in range(jobs)]
+    for worker in all_workers:
+        workers.put(worker)
+
+    def one(check: tuple[Problem, Tunable]) -> str:
+        problem, tunable = check
+        worker = workers.get()
+        try:
+            request = {"do": "check", "problem": to_json(problem), "tunable": list(tunable)}
+            return str(worker.ask(request, options.limit_s)["failure"])
+        except NoAnswer as error:
+            return str(error)
+        finally:
+            workers.put(worker)
+            step()
+
+    try:
+        with ThreadPoolExecutor(jobs) as pool:
+            return dict(zip(checks, pool.map(one, checks), strict=True))
+    finally:
+        for worker in all_workers:
+            worker.end()
+
+
+def _time(key: Key, problem: Problem, checked: dict[Tunable, str], timer: Worker, options: Options) -> Outcome:
+    """Times the tunables that passed their checks."""
+    failures = {tunable: reason for tunable, reason in checked.items() if reason}
+    passed = [tunable for tunable in checked if tunable not in failures]
+    if not passed:
+        return Outcome(key, (), failures)
+    request = {
+        "do": "time",
+        "problem": to_json(problem),
+        "tunables": [list(tunable) for tunable in passed],
+        "budget": options.budget,
+    }
+    try:
+        reply = timer.ask(request, options.limit_s)
+    except NoAnswer as error:
+        return Outcome(key, (), {**failures, **dict.fromkeys(passed, str(error))})
+    if "ms" not in reply:
+        return Outcome(key, (), {**failures, **dict.fromkeys(passed, str(reply.get("failure")))})
+    found = []
+    for tunable, ms, reason in zip(passed, reply["ms"], reply["failures"], strict=True):
+        if ms is None:
+            failures[tunable] = reason
+        else:
+            found.append(Measured(tunable, ms))
+    return Outcome(key, tuple(sorted(found, key=lambda one: one.ms)), failures)
