@@ -134,7 +134,7 @@ class AtenBackend(Backend):
         return no(refusal, kernel.name) if refusal else yes(kernel.name)
 
     def _materialised(self, problem: Problem) -> Verdict:
-        refusal = materialised.refuse(problem)
+        refusal = _refuse_all(problem) or materialised.refuse(problem)
         if refusal:
             return no(refusal, "math")
         if materialised.within_bound(problem):
@@ -168,14 +168,22 @@ class AtenBackend(Backend):
 _KERNELS = {kernel.name: kernel for kernel in aten_cuda.FUSED}
 
 
-def _refuse_fused(problem: Problem) -> str:
-    """Why no fused kernel takes a problem, or nothing."""
+def _refuse_all(problem: Problem) -> str:
+    """Why nothing here takes a problem, or nothing."""
     if problem.dropout_p > 0.0:
         return "its dropout mask is not the counter-based one; helion and reference draw it"
     if problem.mask_grad:
         return "it gives no gradient for the mask; helion and reference do"
     if problem.softcap is not None:
         return "it caps no scores; helion and reference do"
+    return ""
+
+
+def _refuse_fused(problem: Problem) -> str:
+    """Why no fused kernel takes a problem, or nothing."""
+    refusal = _refuse_all(problem)
+    if refusal:
+        return refusal
     if problem.sink_dtype is not None:
         return "it has no sink; helion and reference do"
     if problem.low_diagonal is not None or (problem.diagonal is not None and problem.mask_dtype is not None):

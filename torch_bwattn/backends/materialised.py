@@ -27,15 +27,9 @@ def within_bound(problem: Problem) -> bool:
 
 
 def refuse(problem: Problem) -> str:
-    """Why this path does not take a problem, or nothing."""
+    """Why this path does not take a problem without dropout, soft cap and gradient of the mask, or nothing."""
     if problem.dtype not in (torch.float16, torch.bfloat16):
         return f"it takes float16 and bfloat16, got {problem.dtype}; reference takes any"
-    if problem.dropout_p > 0.0:
-        return "it has no dropout; helion and reference do"
-    if problem.mask_grad:
-        return "it gives no gradient for the mask; helion and reference do"
-    if problem.softcap is not None:
-        return "it caps no scores; helion and reference do"
     if problem.backward and problem.sink_dtype is not None:
         return "its backward has no sink; helion and reference do"
     if problem.backward and problem.sees_one_key:

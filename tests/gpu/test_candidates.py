@@ -1,0 +1,78 @@
+"""Every config that may compete is right, and what the choice does with them on a device."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+
+import torch_bwattn
+from torch_bwattn.problem import Problem
+from torch_bwattn.selection import drawn
+from torch_bwattn.selection.choose import get_backend, plan
+from torch_bwattn.target import target_of
+from torch_bwattn.tuning import tuner, worker
+
+pytestmark = pytest.mark.gpu
+
+PROBLEMS = {
+    "plain": {},
+    "causal": {"diagonal": 0},
+    "few queries": {"q_len": 17, "diagonal": 500},
+    "grouped": {"kv_heads": 1, "diagonal": 0},
+    "bool mask": {"q_len": 60, "mask_dtype": torch.bool, "mask_sizes": (1, 1, 60, 517)},
+    "wide": {"head_dim": 128, "value_dim": 128},
+    "fp32": {"dtype": torch.float32},
+}
+
+
+def described(device, **fields) -> Problem:
+    plain = Problem(target_of(device), torch.bfloat16, 2, 4, 4, 517, 517, 64, 64, 0.125)
+    return dataclasses.replace(plain, **fields)
+
+
+@pytest.mark.parametrize("backward", [False, True])
+@pytest.mark.parametrize("name", PROBLEMS)
+def test_pytorchs_kernels_are_right(name, backward, device):
+    problem = described(device, **PROBLEMS[name], backward=backward)
+    backend = get_backend("aten")
+    taken = [offer.config for offer in backend.offers(problem) if offer]
+    for config in taken:
+        assert drawn.check(backend, config, problem, device) == "", config
+    assert taken or name in ("bool mask", "fp32")
+
+
+@pytest.mark.parametrize("backward", [False, True])
+@pytest.mark.parametrize("width", [64, 96, 128])
+def test_every_config_of_cute_is_right(width, backward, device):
+    for fields in ({}, {"diagonal": 0}, {"diagonal": 0, "low_diagonal": -100}):
+        problem = described(device, head_dim=width, value_dim=width, backward=backward, **fields)
+        backend = get_backend("cute")
+        for offer in backend.offers(problem):
+            if offer:
+                assert drawn.check(backend, offer.config, problem, device) == "", offer.config
+
+
+def test_all_competitors_are_timed(device):
+    problem = described(device, q_len=16, diagonal=501)
+    tunables = tuner.competitors(problem)
+    assert ("aten", "math") in tunables
+    times, failures = worker.measure(problem, tunables, {"warmup_ms": 1.0, "rep_ms": 2.0, "rounds": 1})
+    assert not any(failures)
+    assert all(ms is not None and ms > 0.0 for ms in times)
+
+
+def test_a_config_that_lacks_memory_is_passed_over(device, monkeypatch, caplog):
+    query = torch.randn(1, 3, 75, 40, device=device, dtype=torch.bfloat16)
+    problem = described(device, batch=1, heads=3, kv_heads=3, q_len=75, kv_len=75, head_dim=40, value_dim=40)
+    first = plan(problem, None).chosen
+    assert first is not None
+
+    def lacks_memory(*_):
+        raise torch.OutOfMemoryError("too little memory")
+
+    monkeypatch.setattr(get_backend(first.backend), "forward", lacks_memory)
+    expected = torch.nn.functional.scaled_dot_product_attention(query, query, query)
+    torch.testing.assert_close(torch_bwattn.sdpa(query, query, query), expected, atol=2e-2, rtol=2e-2)
+    assert "too little memory" in caplog.text
