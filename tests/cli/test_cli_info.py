@@ -100,7 +100,9 @@ def test_wrong_usage(argv, capsys):
     assert "usage:" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("argv", [["--help"], ["info", "--help"], ["run", "--help"], ["bench", "--help"]])
+@pytest.mark.parametrize(
+    "argv", [["--help"], ["info", "--help"], ["run", "--help"], ["bench", "--help"], ["tune", "--help"]]
+)
 def test_help(argv, capsys):
     with pytest.raises(SystemExit) as caught:
         main(argv)

@@ -15,7 +15,7 @@ from torch_bwattn.problem import Problem
 from torch_bwattn.selection import attempts, drawn, trust
 from torch_bwattn.selection.attempts import Attempts, choose
 from torch_bwattn.selection.choose import plan
-from torch_bwattn.selection.key import kind_of
+from torch_bwattn.selection.key import features_of
 
 PROBLEM = Problem("cpu", torch.float32, 1, 2, 2, 40, 50, 16, 16, 0.25)
 
@@ -41,7 +41,7 @@ def test_what_fails_is_passed_over_and_told_once(fakes, failing, caplog):
         assert run().name == "helion"
     (record,) = caplog.records
     assert f"cute: {failing}" in record.message
-    assert kind_of(PROBLEM) in record.message
+    assert features_of(PROBLEM) in record.message
 
 
 @pytest.mark.parametrize("failing", ["raises", "does not compile", "lacks memory", "nan"])

@@ -13,7 +13,7 @@ from torch_bwattn.errors import UnsupportedProblem
 from torch_bwattn.problem import Problem
 from torch_bwattn.selection import tables
 from torch_bwattn.selection.choose import Priority, plan, refusal
-from torch_bwattn.selection.key import bucket, key_of, kind_of
+from torch_bwattn.selection.key import bucket, features_of, key_of, kind_of
 from torch_bwattn.selection.tables import Measured, Tunable
 
 PROBLEM = Problem("cpu", torch.float32, 1, 2, 2, 40, 50, 16, 16, 0.25)
@@ -98,11 +98,27 @@ def test_buckets_keep_order_and_are_no_wider_than_two(a, b):
 @pytest.mark.parametrize(
     "fields",
     [
-        {"diagonal": 0}, {"diagonal": 0, "low_diagonal": -5}, {"softcap": 3.0}, {"sink_dtype": torch.float32},
+        {"diagonal": 0}, {"diagonal": 0, "low_diagonal": -5}, {"softcap": 3.0},
         {"mask_dtype": torch.bool, "mask_sizes": (1, 1, 40, 50)}, {"dropout_p": 0.5}, {"backward": True},
         {"kv_heads": 1}, {"head_dim": 64}, {"bulk_copies": False}, {"dtype": torch.float16}, {"target": "sm_80"},
     ],
     ids=str,
 )  # fmt: skip
 def test_what_changes_kernels_changes_the_kind(fields):
-    assert kind_of(dataclasses.replace(PROBLEM, **fields)) != kind_of(PROBLEM)
+    changed = dataclasses.replace(PROBLEM, **fields)
+    assert kind_of(changed) != kind_of(PROBLEM)
+    assert features_of(changed) != features_of(PROBLEM)
+
+
+@pytest.mark.parametrize(
+    ("a", "b"),
+    [
+        ({"dtype": torch.bfloat16}, {"dtype": torch.float16}), ({"sink_dtype": torch.float32}, {}),
+        ({"heads": 8}, {"heads": 16}), ({"head_dim": 17}, {"head_dim": 31}),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_kernels_that_compare_alike_share_a_kind_and_no_verdict(a, b):
+    a, b = (dataclasses.replace(PROBLEM, **fields) for fields in (a, b))
+    assert kind_of(a) == kind_of(b)
+    assert features_of(a) != features_of(b)

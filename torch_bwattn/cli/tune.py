@@ -12,6 +12,7 @@ for example:
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import sys
 from collections.abc import Callable
@@ -22,6 +23,7 @@ from . import UsageError
 
 if TYPE_CHECKING:
     from ..problem import Problem
+    from ..tuning import tuner
 
 _CAUSAL = {"no": (False,), "yes": (True,), "both": (False, True)}
 _SUITES = ("rows", "release")
@@ -36,6 +38,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
     what.add_argument("--causal", choices=tuple(_CAUSAL), default="both", help="of --shapes (default: both)")
     what.add_argument("--dtype", choices=("bfloat16", "float16"), default="bfloat16", help="default: bfloat16")
     what.add_argument("--direction", choices=("forward", "backward", "both"), default="both", help="default: both")
+    what.add_argument("--verify", type=int, metavar="N", help="tune nothing: time N drawn problems' choices")
+    what.add_argument("--seed", type=int, default=0, help="of --verify (default: 0)")
     how = parser.add_argument_group("how")
     how.add_argument("--jobs", type=int, metavar="N", help="processes that check beside each other (default: by cores)")
     how.add_argument("--limit", type=float, default=120.0, metavar="S", help="seconds for one tunable (default: 120)")
@@ -65,13 +69,13 @@ def main(namespace: argparse.Namespace) -> int:
     if not torch.cuda.is_available():
         raise UsageError("expected a CUDA device; on the CPU there is nothing to tune")
     target = target_of(torch.device("cuda", 0))
+    if namespace.verify is not None:
+        return _verify(namespace, target)
     try:
         problems = [problem for problem in problems_of(namespace, target) if problem.target == target]
     except (OSError, ValueError) as error:
         raise UsageError(str(error)) from error
-    options = tuner.Options(
-        jobs=namespace.jobs or max(1, (os.cpu_count() or 1) // 2), limit_s=namespace.limit, again=namespace.again
-    )
+    options = _options(namespace)
     log, advance, close = _progress(namespace.quiet)
     try:
         outcomes = tuner.tune(problems, options, log=log, advance=advance)
@@ -80,6 +84,26 @@ def main(namespace: argparse.Namespace) -> int:
     if namespace.out:
         write_table(target, Path(namespace.out))
     return 0 if all(outcome.ranking for outcome in outcomes) else 1
+
+
+def _options(namespace: argparse.Namespace) -> tuner.Options:
+    from ..tuning import tuner
+
+    jobs = namespace.jobs or max(1, (os.cpu_count() or 1) // 2)
+    return tuner.Options(jobs=jobs, limit_s=namespace.limit, again=namespace.again)
+
+
+def _verify(namespace: argparse.Namespace, target: str) -> int:
+    from ..tuning import verify
+
+    if namespace.verify < 1:
+        raise UsageError(f"--verify: expected a positive number, got {namespace.verify}")
+    problems = verify.draw(target, namespace.verify, namespace.seed)
+    found = verify.verify(problems, _options(namespace), log=_line)
+    _line(verify.summary(found, len(problems)))
+    if namespace.out:
+        Path(namespace.out).write_text(json.dumps(verify.document(found), indent=1) + "\n")
+    return 0
 
 
 def problems_of(namespace: argparse.Namespace, target: str) -> list[Problem]:
@@ -104,8 +128,6 @@ def problems_of(namespace: argparse.Namespace, target: str) -> list[Problem]:
 
 def write_table(target: str, path: Path) -> None:
     """Writes the user's table of a target, in the form of the package's own."""
-    import json
-
     from ..selection import tables
 
     path.write_text(json.dumps({**tables.tuned(target).load(), "target": target}, indent=1) + "\n")

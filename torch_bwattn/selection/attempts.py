@@ -18,7 +18,7 @@ from ..errors import UnsupportedProblem
 from ..problem import Problem
 from . import on_demand, trust
 from .choose import Candidate, Plan, get_backend, plan, refusal
-from .key import kind_of
+from .key import features_of
 from .store import tell_once
 from .tables import Tunable
 
@@ -27,7 +27,7 @@ log = logging.getLogger("torch_bwattn")
 _DEVICE_IS_LOST = (torch.AcceleratorError,)
 
 _failed: dict[tuple[str, Tunable], str] = {}
-"""By kind and tunable: why a candidate is not tried again in this process."""
+"""By features and tunable: why a candidate is not tried again in this process."""
 
 
 def forget_failures() -> None:
@@ -68,7 +68,7 @@ class Attempts:
         """A candidate's first call: checks what has to be, and keeps the candidate's own callable."""
         candidate, problem = self._rest[0], self._made.problem
         if len(self._rest) > 1:
-            failure = _failed.get((kind_of(problem), candidate.tunable))
+            failure = _failed.get((features_of(problem), candidate.tunable))
             if failure is not None:
                 raise UnsupportedProblem(failure)
         backend = get_backend(candidate.backend)
@@ -97,7 +97,7 @@ class Attempts:
             result = others(*args)
             self.name = others.name
             return result
-        _failed[kind_of(self._made.problem), failed.tunable] = " ".join(str(error).split())
+        _failed[features_of(self._made.problem), failed.tunable] = " ".join(str(error).split())
         self._rest = rest
         self._run = self._first
         return self(*args)
@@ -105,7 +105,7 @@ class Attempts:
 
 def _tell(failed: Candidate, problem: Problem, error: Exception) -> None:
     text = " ".join(f"{type(error).__name__}: {error}".split())[:400]
-    tell_once(f"sdpa: {failed.tunable} cannot run {kind_of(problem)} and the next candidate does: {text}")
+    tell_once(f"sdpa: {failed.tunable} cannot run {features_of(problem)} and the next candidate does: {text}")
 
 
 def _capturing() -> bool:

@@ -51,31 +51,47 @@ class Key(NamedTuple):
 
 
 def kind_of(problem: Problem) -> str:
-    """Everything but the sizes that decides which kernels there are and how they compare, as a line of words."""
-    words = [
-        "backward" if problem.backward else "forward",
-        problem.target,
-        _name(problem.dtype),
-        f"D{width_bucket(problem.head_dim)}/{width_bucket(problem.value_dim)}",
-    ]
-    if problem.kv_heads and problem.heads > problem.kv_heads:
-        words.append(f"group{1 << (problem.heads // problem.kv_heads - 1).bit_length()}")
-    if problem.low_diagonal is not None:
-        words.append("window" if problem.diagonal is not None else "left-window")
-    elif problem.diagonal is not None:
-        words.append("causal")
+    """Everything but the sizes that decides how kernels compare, as a line of words.
+
+    The two 16-bit dtypes share their kernels' shapes and rates, and so do all groups of heads. A sink is one more term
+    of a row, whichever kernel adds it.
+    """
+    half = problem.dtype in (torch.bfloat16, torch.float16)
+    dtype = "16-bit" if half else _name(problem.dtype)
+    mask = None
     if problem.mask_dtype is not None:
-        words.append(f"mask-{_name(problem.mask_dtype)}")
+        mask = "bool-mask" if problem.mask_dtype == torch.bool else "additive-mask"
+    return " ".join(_words(problem, dtype, mask, "grouped" if problem.heads > problem.kv_heads else None))
+
+
+def features_of(problem: Problem) -> str:
+    """Everything but the sizes that decides the kernels' code and whether it is right, as a line of words."""
+    mask = None if problem.mask_dtype is None else f"mask-{_name(problem.mask_dtype)}"
+    group = problem.heads // problem.kv_heads if problem.kv_heads else 0
+    words = _words(problem, _name(problem.dtype), mask, f"group{group}" if group > 1 else None)
+    sink = None if problem.sink_dtype is None else f"sink-{_name(problem.sink_dtype)}"
+    widths = f"{problem.head_dim}/{problem.value_dim}"
+    return " ".join(word for word in (*words, sink, widths) if word)
+
+
+def _words(problem: Problem, dtype: str, mask: str | None, group: str | None) -> list[str]:
+    direction = "backward" if problem.backward else "forward"
+    widths = f"D{width_bucket(problem.head_dim)}/{width_bucket(problem.value_dim)}"
+    shown = None
+    if problem.low_diagonal is not None:
+        shown = "window" if problem.diagonal is not None else "left-window"
+    elif problem.diagonal is not None:
+        shown = "causal"
     flags = {
         "mask-grad": problem.mask_grad,
         "dropout": problem.dropout_p > 0.0,
         "softcap": problem.softcap is not None,
-        "sink": problem.sink_dtype is not None,
         "lse-grad": problem.lse_grad,
         "deterministic": problem.deterministic and problem.backward,
         "unaligned": not problem.bulk_copies,
     }
-    return " ".join([*words, *(name for name, holds in flags.items() if holds)])
+    named = (direction, problem.target, dtype, widths, group, shown, mask)
+    return [*(word for word in named if word), *(name for name, holds in flags.items() if holds)]
 
 
 def key_of(problem: Problem) -> Key:

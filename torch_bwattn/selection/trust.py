@@ -2,8 +2,8 @@
 
 PyTorch's own kernels and the blockwise reference are trusted: where the former are wrong stands in their backend. A
 kernel of this package is trusted for a target whose table says that the package's GPU tests passed there with the
-versions that are installed. Anywhere else its first use on a machine is preceded by a check of a small problem of the
-same kind, whose verdict is kept.
+versions that are installed. Anywhere else its first use on a machine is preceded by a check of a small problem with the
+same features, whose verdict is kept.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from .. import backends, environment
 from ..backends.base import Backend
 from ..problem import Problem
 from . import drawn, tables
-from .key import kind_of
+from .key import features_of
 from .store import Store
 from .tables import Tunable
 
@@ -56,7 +56,7 @@ def why_distrusted(
     """
     if tunable.backend in TRUSTED or problem.empty or passed_tests(problem.target):
         return ""
-    known = kind_of(problem), tunable
+    known = features_of(problem), tunable
     if known in _known:
         return _known[known]
     with _lock:
@@ -76,7 +76,7 @@ def why_distrusted(
 
 def check(tunable: Tunable, backend: Backend, problem: Problem, device: torch.device) -> str:
     """Runs the self-check: what is wrong, or nothing. An exception is what is wrong, except for lack of memory."""
-    log.debug("sdpa: first use of %s for %s, checked on a small problem", tunable, kind_of(problem))
+    log.debug("sdpa: first use of %s for %s, checked on a small problem", tunable, features_of(problem))
     try:
         with torch.no_grad():
             return drawn.check(backend, tunable.config, problem, device)
@@ -87,9 +87,9 @@ def check(tunable: Tunable, backend: Backend, problem: Problem, device: torch.de
 
 
 def _name(known: tuple[str, Tunable]) -> str:
-    """What a verdict is of: kind, tunable, and the versions that make the code."""
-    kind, tunable = known
-    described = "\n".join([kind, *tunable, *(f"{name} {version}" for name, version in sorted(_versions().items()))])
+    """What a verdict is of: features, tunable, and the versions that make the code."""
+    features, tunable = known
+    described = "\n".join([features, *tunable, *(f"{name} {version}" for name, version in sorted(_versions().items()))])
     return hashlib.sha256(described.encode()).hexdigest()[:32]
 
 
@@ -111,9 +111,15 @@ def _recall(problem: Problem, known: tuple[str, Tunable]) -> str | None:
 
 
 def _keep(problem: Problem, known: tuple[str, Tunable], failure: str) -> None:
-    kind, tunable = known
+    features, tunable = known
     today = dt.datetime.now(dt.timezone.utc).strftime("%Y-%m-%d")
-    verdict = {"kind": kind, "backend": tunable.backend, "config": tunable.config, "failure": failure, "date": today}
+    verdict = {
+        "features": features,
+        "backend": tunable.backend,
+        "config": tunable.config,
+        "failure": failure,
+        "date": today,
+    }
 
     def change(contents: dict[str, Any]) -> None:
         contents.setdefault("verdicts", {})[_name(known)] = verdict

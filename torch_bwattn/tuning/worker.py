@@ -33,6 +33,7 @@ from ..problem import Problem
 from ..selection import drawn
 from ..selection.choose import get_backend
 from ..selection.on_demand import from_json
+from . import calls
 
 
 def device_of(problem: Problem) -> torch.device:
@@ -56,8 +57,10 @@ def _inputs(problem: Problem) -> ForwardInputs:
     return drawn.inputs(problem, device_of(problem))
 
 
-def work_of(problem: Problem, backend: str, config: str, x: ForwardInputs) -> Callable[[], tuple[Any, ...]]:
+def work_of(problem: Problem, backend: str, config: str, x: ForwardInputs) -> Callable[[], Any]:
     """The call that is timed. A backward's ``out`` and ``lse`` are drawn: what is read decides no time."""
+    if backend in (calls.AUTO, calls.PLAIN):
+        return calls.work_of(backend, problem, x)
     found = get_backend(backend)
     if not problem.backward:
         run = found.forward(problem, config)
