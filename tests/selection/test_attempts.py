@@ -143,6 +143,13 @@ def test_backward_too(fakes):
     torch.testing.assert_close(dq.double(), oracle.dq, atol=1e-4, rtol=1e-4)
 
 
+def test_who_is_passed_over_and_why_is_logged_for_who_debugs(fakes, caplog):
+    caplog.set_level(logging.DEBUG, "torch_bwattn")
+    fakes(cute=["-it is Monday"], helion=["right"])
+    run()
+    assert "cute is passed over: it is Monday" in caplog.text
+
+
 def test_the_operator_counts_what_ran(fakes, monkeypatch):
     fakes(aten=["raises"], cute=["-no"], helion=["right"])
     torch_bwattn.reset_call_counts()

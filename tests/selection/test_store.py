@@ -82,6 +82,17 @@ def test_what_others_can_write_is_refused_once(cache, caplog, which):
     assert "can be written by another user" in record.message
 
 
+def test_reading_makes_nothing_and_tells_nothing(tmp_path, monkeypatch, caplog):
+    (tmp_path / "file").touch()
+    for place in (tmp_path / "cache", tmp_path / "file" / "cache"):
+        monkeypatch.setenv("BWATTN_CACHE_DIR", str(place))
+        assert table().load() == {}
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
+    assert not caplog.records
+    assert not add("forward")
+    assert len(caplog.records) == 1
+
+
 def test_threads_lose_nothing():
     threads = [threading.Thread(target=lambda i=i: [add(f"{i} {j}") for j in range(5)]) for i in range(8)]
     for thread in threads:

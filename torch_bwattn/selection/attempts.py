@@ -121,4 +121,8 @@ def choose(problem: Problem, pin: str | None) -> Attempts:
     on_demand.record(problem)
     if pin is None and not _capturing():
         on_demand.tune(problem)
-    return Attempts(plan(problem, pin))
+    made = plan(problem, pin)
+    for candidate in made.candidates:
+        if not candidate.verdict:
+            log.debug("sdpa: %s is passed over: %s", candidate.backend, candidate.verdict.reason)
+    return Attempts(made)

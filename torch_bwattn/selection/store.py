@@ -35,12 +35,18 @@ class Store:
         self.folder, self.name, self._valid = folder, name, valid
         self._read: tuple[tuple[int, int, int], dict[str, Any]] | None = None
 
-    def path(self) -> Path | None:
-        """Where the file is, or is to be; None where there is no folder that can be trusted, which is told once."""
+    def path(self, make: bool = False) -> Path | None:
+        """Where the file is, or with ``make`` is to be; None where there is none, or none that can be trusted.
+
+        The latter is told once.
+        """
         try:
+            if not make and not (storage.root() / self.folder / self.name).exists():
+                return None
             return storage.private_folder(self.folder) / self.name
         except (OSError, RuntimeError, storage.Distrusted) as error:
-            tell_once(f"nothing is kept in {self.folder}: {error}")
+            if make or isinstance(error, storage.Distrusted):
+                tell_once(f"nothing is kept in {self.folder}: {error}")
             return None
 
     def load(self) -> dict[str, Any]:
@@ -59,7 +65,7 @@ class Store:
 
     def update(self, change: Callable[[dict[str, Any]], None]) -> bool:
         """Has ``change`` alter the contents in place, alone among threads and processes; False if they are not kept."""
-        path = self.path()
+        path = self.path(make=True)
         if path is None:
             return False
         with storage.exclusive(path.with_suffix(".lock")):
