@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import torch_bwattn
 from torch_bwattn.backends.base import BackwardInputs
 from torch_bwattn.errors import UnsupportedProblem
 from torch_bwattn.problem import Problem
-from torch_bwattn.selection import attempts, drawn, trust
+from torch_bwattn.selection import attempts, drawn, tables, trust
 from torch_bwattn.selection.attempts import Attempts, choose
 from torch_bwattn.selection.choose import plan
 from torch_bwattn.selection.key import features_of
+from torch_bwattn.selection.tables import Tunable
 
 PROBLEM = Problem("cpu", torch.float32, 1, 2, 2, 40, 50, 16, 16, 0.25)
 
@@ -23,6 +26,13 @@ PROBLEM = Problem("cpu", torch.float32, 1, 2, 2, 40, 50, 16, 16, 0.25)
 @pytest.fixture(autouse=True)
 def _logged(caplog):
     caplog.set_level(logging.WARNING, "torch_bwattn")
+
+
+class Watched(TorchDispatchMode):
+    """Calls go through the operators."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        return func(*args, **(kwargs or {}))
 
 
 def run(problem=PROBLEM, pin=None):
@@ -150,9 +160,47 @@ def test_who_is_passed_over_and_why_is_logged_for_who_debugs(fakes, caplog):
     assert "cute is passed over: it is Monday" in caplog.text
 
 
+@pytest.mark.parametrize("way", [contextlib.nullcontext, Watched, torch.inference_mode], ids=str)
+def test_a_check_reaches_autograd_wherever_it_is_asked_for(fakes, way):
+    """Of a backward the references need it, and an operator's implementation is below it."""
+    fakes(cute=["wrong", "right"], aten=["-no"])
+    leaves = [torch.randn(1, 2, 37, 24, requires_grad=True) for _ in range(3)]
+    with way():
+        out = torch_bwattn.sdpa(*leaves)
+        if out.is_inference():
+            assert "wrong" in str(trust._known)
+            return
+        grads = torch.autograd.grad(out.square().sum(), leaves)
+    assert trust._known
+    assert set(trust._known.values()) > {""}
+    assert not any("RuntimeError" in failure for failure in trust._known.values())
+    with torch_bwattn.backend("reference"):
+        right = torch.autograd.grad(torch_bwattn.sdpa(*leaves).square().sum(), leaves)
+    for one, other in zip(grads, right, strict=True):
+        torch.testing.assert_close(one, other, atol=1e-4, rtol=1e-4)
+
+
+def test_a_check_of_dropout_warns_nobody(fakes, recwarn):
+    fakes(cute=["right"], aten=["-no"])
+    query = torch.randn(1, 2, 37, 24)
+    torch_bwattn.sdpa(query, query, query, dropout_p=0.5)
+    assert not recwarn.list
+
+
 def test_the_operator_counts_what_ran(fakes, monkeypatch):
     fakes(aten=["raises"], cute=["-no"], helion=["right"])
     torch_bwattn.reset_call_counts()
     query = torch.randn(1, 3, 37, 24)
     torch_bwattn.sdpa(query, query, query)
     assert torch_bwattn.call_counts() == {"helion": 1}
+
+
+@pytest.mark.parametrize("same", [True, False])
+def test_what_the_packages_tests_vouch_for_needs_no_check(monkeypatch, same):
+    problem = Problem("sm_90a", torch.bfloat16, 1, 2, 2, 40, 50, 16, 16, 0.25)
+    (described,) = [tables.shipped("sm_90a")["environments"][tables.shipped("sm_90a")["tested"]]]
+    versions = described["versions"] if same else {**described["versions"], "triton": "another"}
+    monkeypatch.setattr(tables, "_installed", lambda: {name: versions[name] for name in tables.VERSIONS_THAT_COUNT})
+    for backend, needs in (("cute", not same), ("helion", not same), ("aten", True), ("reference", False)):
+        assert trust.needs_check(Tunable(backend, ""), problem) is needs
+    assert not trust.needs_check(Tunable("aten", ""), PROBLEM)

@@ -129,3 +129,8 @@ def test_shipped_tables_are_tables():
         assert tables.valid(contents)
         for described in contents["environments"]:
             assert {"date", "device", "driver", "versions"} <= set(described)
+
+
+def test_whose_tests_have_passed_is_said_of_one_environment():
+    assert tables.valid({"environments": [{}], "tested": 0})
+    assert not tables.valid({"environments": [{}], "tested": 1})

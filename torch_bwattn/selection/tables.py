@@ -3,6 +3,8 @@
 A table holds, for each key, the tunables that were timed, fastest first, each of which had passed the accuracy rule
 there, and of every entry the environment: card, driver, versions, date. For a problem the entry of its very key is
 asked for, else that of the nearest of its kind, no more than :data:`FARTHEST` doublings of sizes away.
+
+In a table of the package, ``tested`` is the number of the environment in which all of its GPU tests have passed.
 """
 
 from __future__ import annotations
@@ -79,6 +81,8 @@ def valid(contents: Any) -> bool:
     """Whether a JSON object is a table."""
     entries, environments = contents.get("entries", []), contents.get("environments", [])
     if not isinstance(entries, list) or not isinstance(environments, list):
+        return False
+    if contents.get("tested") not in (None, *range(len(environments))):
         return False
     return all(isinstance(one, dict) for one in environments) and all(_valid(one, len(environments)) for one in entries)
 

@@ -1,9 +1,9 @@
 """Whether a config may run: measured right on this architecture with these versions, or checked at its first use here.
 
-PyTorch's own kernels and the blockwise reference are trusted: where the former are wrong stands in their backend. A
-kernel of this package is trusted for a target whose table says that the package's GPU tests passed there with the
-versions that are installed. Anywhere else its first use on a machine is preceded by a check of a small problem with the
-same features, whose verdict is kept.
+The blockwise reference is trusted, and what PyTorch has for the CPU. A kernel of this package is trusted for a target
+whose table says that the package's GPU tests passed there with the versions that are installed. Anywhere else, and for
+PyTorch's CUDA kernels, the first use on a machine is preceded by a check of a small problem with the same features,
+whose verdict is kept.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import functools
 import hashlib
 import logging
 import threading
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -29,7 +30,7 @@ from .tables import Tunable
 
 log = logging.getLogger("torch_bwattn")
 
-TRUSTED = ("aten", "reference")
+_OWN = ("cute", "helion")
 _lock = threading.RLock()
 _known: dict[tuple[str, Tunable], str] = {}
 
@@ -46,6 +47,13 @@ def passed_tests(target: str) -> bool:
     return tested is not None and tables.same_versions(table["environments"][tested])
 
 
+def needs_check(tunable: Tunable, problem: Problem) -> bool:
+    """Whether nobody vouches for a tunable."""
+    if tunable.backend == "reference" or (tunable.backend == "aten" and problem.target == "cpu"):
+        return False
+    return tunable.backend not in _OWN or not passed_tests(problem.target)
+
+
 def why_distrusted(
     tunable: Tunable, backend: Backend, problem: Problem, device: torch.device, *, capturing: Callable[[], bool]
 ) -> str:
@@ -54,7 +62,7 @@ def why_distrusted(
     Raises:
         RuntimeError: It would have to be checked, while a CUDA graph is being captured.
     """
-    if tunable.backend in TRUSTED or problem.empty or passed_tests(problem.target):
+    if problem.empty or not needs_check(tunable, problem):
         return ""
     known = features_of(problem), tunable
     if known in _known:
@@ -75,15 +83,31 @@ def why_distrusted(
 
 
 def check(tunable: Tunable, backend: Backend, problem: Problem, device: torch.device) -> str:
-    """Runs the self-check: what is wrong, or nothing. An exception is what is wrong, except for lack of memory."""
+    """Runs the self-check: what is wrong, or nothing. An exception is what is wrong, except for lack of memory.
+
+    In a thread of its own: the call that asks may be inside an operator, where autograd, which the references need, is
+    out of reach, or below modes and transforms that must not see the check.
+    """
     log.debug("sdpa: first use of %s for %s, checked on a small problem", tunable, features_of(problem))
-    try:
-        with torch.no_grad():
-            return drawn.check(backend, tunable.config, problem, device)
-    except torch.OutOfMemoryError:
-        raise
-    except Exception as error:  # noqa: BLE001 (whatever it is, the config must not run)
-        return f"{type(error).__name__}: {error}"
+    found: list[str | torch.OutOfMemoryError] = []
+
+    def run() -> None:
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # PyTorch's, of its own functions that are for tests
+                found.append(drawn.check(backend, tunable.config, problem, device))
+        except torch.OutOfMemoryError as error:
+            found.append(error)
+        except Exception as error:  # noqa: BLE001 (whatever it is, the config must not run)
+            found.append(f"{type(error).__name__}: {error}")
+
+    thread = threading.Thread(target=run, name="bwattn-check")
+    thread.start()
+    thread.join()
+    (result,) = found
+    if isinstance(result, torch.OutOfMemoryError):
+        raise result
+    return result
 
 
 def _name(known: tuple[str, Tunable]) -> str:
