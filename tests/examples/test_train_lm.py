@@ -49,6 +49,20 @@ def test_example_runs_and_reports(tmp_path):
     assert "tokens/s" in done.stderr  # the progress bar
 
 
+def test_a_control_run_is_another_plain_one():
+    done = run_example(*TINY, "--no-compile", "--device=cpu", "--sample-tokens=8", "--no-plot", "--control")
+    assert done.returncode == 0, done.stderr
+    assert re.search(r"^control .*  none counted$", done.stdout, re.MULTILINE)
+
+
+def test_a_control_run_can_only_widen_the_tolerance(train_lm):
+    plain, far, near = (train_lm.Run(None, [3.0 + gap] * 30, 1.0, 1.0, {}) for gap in (0.0, 0.5, 1e-9))
+    usual = train_lm.TOLERANCES[torch.float32]
+    assert train_lm.tolerance_of(torch.float32, plain, None) == usual
+    assert train_lm.tolerance_of(torch.float32, plain, near) == usual
+    assert train_lm.tolerance_of(torch.float32, plain, far) == (1.0, 1.0)
+
+
 def test_example_names_bad_sizes():
     done = run_example("--heads=4", "--kv-heads=3", "--device=cpu")
     assert done.returncode != 0
