@@ -45,6 +45,32 @@ def test_a_plan_holds_every_offer_once_in_the_order_of_priorities(fakes, told):
         assert bool(candidate.verdict.last_resort) == (candidate.priority == Priority.LAST_RESORT)
 
 
+SIZES = st.sampled_from((0, 1, 3, 16, 64, 100, 1000, 70_000))
+ANY_PROBLEM = st.builds(
+    Problem,
+    target=st.sampled_from(("cpu", "sm_75", "sm_80", "sm_89", "sm_90a", "sm_100a", "sm_120a", "mps")),
+    dtype=st.sampled_from((torch.bfloat16, torch.float16, torch.float32, torch.float64)),
+    batch=SIZES, heads=st.sampled_from((8, 16)), kv_heads=st.sampled_from((1, 8)), q_len=SIZES, kv_len=SIZES,
+    head_dim=st.sampled_from((0, 1, 40, 64, 128, 256, 257, 512)), value_dim=st.sampled_from((0, 8, 64, 256, 300)),
+    scale=st.sampled_from((0.0, -1.0, 0.125)), diagonal=st.none() | st.integers(-5, 5),
+    low_diagonal=st.none() | st.integers(-5, 5), softcap=st.none() | st.floats(1e-40, 1e39),
+    sink_dtype=st.none() | st.just(torch.float32), mask_dtype=st.sampled_from((None, torch.bool, torch.float32)),
+    mask_grad=st.booleans(), dropout_p=st.sampled_from((0.0, 0.1, 1.0)), bulk_copies=st.booleans(),
+    wide_index=st.booleans(), deterministic=st.booleans(), backward=st.booleans(), lse_grad=st.booleans(),
+)  # fmt: skip
+
+
+@given(ANY_PROBLEM)
+def test_any_problem_has_a_plan_of_all_backends(problem):
+    made = plan(problem, None)
+    assert made.chosen is not None
+    assert {candidate.backend for candidate in made.candidates} == {"cute", "helion", "aten", "reference"}
+    assert all(candidate.verdict or candidate.verdict.reason for candidate in made.candidates)
+    resorts = [candidate for candidate in made.candidates if candidate.priority == Priority.LAST_RESORT]
+    assert all(problem.q_len > problem.head_dim for _ in resorts)
+    assert not resorts or made.chosen.priority > Priority.LAST_RESORT
+
+
 def test_a_last_resort_comes_after_the_reference_and_explain_says_why(fakes):
     fakes(cute=["-no"], helion=["-no"], aten=["right!"])
     names = [candidate.backend for candidate in plan(PROBLEM, None).candidates if candidate.verdict]

@@ -27,6 +27,7 @@ def collect() -> dict[str, Any]:
         "devices_trouble": trouble,
         "backends": _backends(),
         "orders": _orders(devices),
+        "tables": _tables(devices),
         "variables": environment.variables(),
     }
 
@@ -68,6 +69,20 @@ def _orders(devices: list[dict[str, Any]]) -> dict[str, list[str]]:
     return {target: list(default_order(target)) for target in targets}
 
 
+def _tables(devices: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    """By target: entries of the package's table and of the user's, and whether the package's tests passed there."""
+    from ..selection import tables, trust
+
+    found = {}
+    for target in sorted({device["target"] for device in devices}):
+        found[target] = {
+            "package": len(tables.shipped(target).get("entries", [])),
+            "user": len(tables.tuned(target).load().get("entries", [])),
+            "tested": trust.passed_tests(target),
+        }
+    return found
+
+
 def render(found: dict[str, Any]) -> str:
     """The text of `collect`."""
     lines = ["versions"]
@@ -88,6 +103,12 @@ def render(found: dict[str, Any]) -> str:
         lines.append(f"  {name:<20} {'missing: ' + missing if missing else 'available'}")
     lines.append("order of choice")
     lines += [f"  {target:<20} {', '.join(order)}" for target, order in found["orders"].items()]
+    for target, table in found["tables"].items():
+        vouched = "have passed" if table["tested"] else "have not passed"
+        lines.append(
+            f"  {target:<20} measured: {table['package']} kinds and sizes by the package, {table['user']} here"
+        )
+        lines.append(f"  {'':<20} the package's tests {vouched} on it with these versions")
     lines.append("environment variables")
     lines += [f"  {name}={value}" for name, value in found["variables"].items()]
     if not found["variables"]:
