@@ -12,6 +12,10 @@ class UnsupportedProblem(NotImplementedError):
     """The pinned backend, or every backend, refuses this problem; the message carries each refusal's reason."""
 
 
+class SettingError(ValueError):
+    """A variable of the environment has a value that it cannot have."""
+
+
 def expected(argument: str, wanted: str, given: object) -> str:
     """The one wording of a misuse message: the argument's name, what was expected and what was given."""
     return f"sdpa: {argument}: expected {wanted}, got {given}"

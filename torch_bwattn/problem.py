@@ -27,6 +27,11 @@ Window = tuple[int, int]
 """(left, right): how many keys a query sees on either side of its diagonal one; -1 for all of them."""
 
 
+def dtype_name(dtype: torch.dtype) -> str:
+    """``"bfloat16"`` for ``torch.bfloat16``."""
+    return str(dtype).removeprefix("torch.")
+
+
 class Call(NamedTuple):
     """A validated call in the primitive's terms: 4-D views, and how to give the result the caller's shape again."""
 

@@ -8,15 +8,26 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import logging
 import os
 import stat
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator
 from pathlib import Path
+
+_told: set[Hashable] = set()
 
 
 class Distrusted(Exception):
     """A folder or a file that must not be used; the message says why."""
+
+
+def tell_once(log: logging.Logger, text: str, about: Hashable = None) -> None:
+    """A warning that a process gives only once: this text, or any about the same."""
+    about = text if about is None else about
+    if about not in _told:
+        _told.add(about)
+        log.warning("%s", text)
 
 
 def root() -> Path:

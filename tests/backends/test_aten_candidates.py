@@ -7,7 +7,7 @@ import dataclasses
 import pytest
 import torch
 
-from torch_bwattn.backends import aten_cuda, materialised
+from torch_bwattn.backends import materialised
 from torch_bwattn.backends.aten import AtenBackend
 from torch_bwattn.problem import Problem
 from torch_bwattn.selection import drawn
@@ -36,12 +36,11 @@ def test_known_bad_combinations_are_refused_with_their_report(config, report, fi
     assert report in verdict.reason
 
 
-def test_every_kernel_with_a_mask_is_known_to_be_wrong_or_out_of_its_limits():
-    masked = dataclasses.replace(PROBLEM, mask_dtype=torch.bool, mask_sizes=(1, 1, 1024, 1024), backward=True)
-    for kernel in aten_cuda.FUSED:
-        assert kernel.refuse(masked)
-    (bad,) = [bad for bad in aten_cuda.Cudnn.known_bad if "196678" in bad.report]
-    assert bad.holds(masked)
+@pytest.mark.parametrize(
+    ("config", "report"), [("cudnn", "196678"), ("efficient", "162588"), ("flash", "without masks")]
+)
+def test_masks_are_refused_with_what_is_known(config, report):
+    assert report in offer(config, mask_dtype=torch.bool, mask_sizes=(1, 1, 1024, 1024), backward=True).reason
 
 
 @pytest.mark.parametrize(
@@ -97,4 +96,8 @@ def test_the_materialising_path_is_right(fields, backward):
     if backward and problem.sink_dtype is not None:
         assert "sink" in materialised.refuse(problem)
         return
-    assert drawn.check(BACKEND, "math", problem, "cpu") == ""
+    grad_out, x = None, drawn.inputs(problem, "cpu")
+    if backward:
+        grad_out = drawn.gradient_of(problem, x)
+    drawing = drawn.Drawing(problem, x, grad_out, *drawn.references(problem, x, grad_out))
+    assert drawn.failure(BACKEND, "math", drawing) == ""

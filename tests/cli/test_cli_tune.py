@@ -26,7 +26,14 @@ def parse(*argv):
 
 
 @pytest.mark.parametrize(
-    ("argv", "words"), [(["--jobs", "0"], "--jobs"), (["--limit", "-1"], "--limit"), (["--shapes", "nonsense"], "")]
+    ("argv", "words"),
+    [
+        (["--jobs", "0"], "--jobs"),
+        (["--limit", "-1"], "--limit"),
+        (["--limit", "inf"], "--limit"),
+        (["--suite", "release", "--causal", "yes"], "--causal"),
+        (["--shapes", "nonsense"], ""),
+    ],
 )
 def test_wrong_usage(argv, words, capsys):
     assert cli.main(["tune", *argv]) == 2

@@ -9,7 +9,7 @@ import torch
 
 import torch_bwattn
 from torch_bwattn.problem import Problem
-from torch_bwattn.selection import attempts, drawn
+from torch_bwattn.selection import attempts, drawn, trust
 from torch_bwattn.selection.choose import get_backend, plan
 from torch_bwattn.target import target_of
 from torch_bwattn.tuning import tuner, worker
@@ -42,7 +42,7 @@ def test_pytorchs_kernels_are_right(name, backward, device):
     backend = get_backend("aten")
     taken = [offer.config for offer in backend.offers(problem) if offer]
     for config in taken:
-        assert drawn.check(backend, config, problem, device) == "", config
+        assert drawn.failure(backend, config, drawn.draw(problem, device)) == "", config
     assert taken or name in ("bool mask", "fp32")
 
 
@@ -54,7 +54,7 @@ def test_every_config_of_cute_is_right(width, backward, device):
         backend = get_backend("cute")
         for offer in backend.offers(problem):
             if offer:
-                assert drawn.check(backend, offer.config, problem, device) == "", offer.config
+                assert drawn.failure(backend, offer.config, drawn.draw(problem, device)) == "", offer.config
 
 
 def test_all_competitors_are_timed(device):
@@ -76,9 +76,23 @@ def test_a_config_that_lacks_memory_is_passed_over(device, monkeypatch):
         raise torch.OutOfMemoryError("too little memory")
 
     told = []
-    monkeypatch.setattr(attempts, "tell_once", told.append)
+    monkeypatch.setattr(attempts.storage, "tell_once", lambda _log, text, about=None: told.append(text))
     monkeypatch.setattr(get_backend(first.backend), "forward", lacks_memory)
     expected = torch.nn.functional.scaled_dot_product_attention(query, query, query)
     torch.testing.assert_close(torch_bwattn.sdpa(query, query, query), expected, atol=2e-2, rtol=2e-2)
     (line,) = told
     assert "too little memory" in line
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_a_backward_whose_kernels_nobody_vouches_for_is_checked_first(device, monkeypatch, tmp_path, compiled):
+    """In autograd's own thread, which the check's references would wait for."""
+    monkeypatch.setenv("BWATTN_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(trust, "passed_tests", lambda _: False)
+    monkeypatch.setattr(trust, "_known", {})
+    torch._dynamo.reset()
+    attend = torch.compile(torch_bwattn.sdpa, fullgraph=True) if compiled else torch_bwattn.sdpa
+    leaves = [torch.randn(1, 2, 91, 48, device=device, dtype=torch.bfloat16, requires_grad=True) for _ in range(3)]
+    attend(*leaves).float().square().sum().backward()
+    assert {tunable.backend for _, tunable in trust._known} == {plan(described(device), None).candidates[0].backend}
+    assert set(trust._known.values()) == {""}

@@ -5,15 +5,16 @@ from __future__ import annotations
 import pytest
 
 from tests.support import fake_backends
+from torch_bwattn import storage
 from torch_bwattn.ops import eager, primitive
-from torch_bwattn.selection import attempts, choose, on_demand, store, tables, trust
+from torch_bwattn.selection import attempts, choose, on_demand, tables, trust
 
 
 @pytest.fixture(autouse=True)
 def cache(tmp_path, monkeypatch):
     monkeypatch.setenv("BWATTN_CACHE_DIR", str(tmp_path / "cache"))
     for known in (
-        store._told, attempts._failed, trust._known, on_demand._recorded, on_demand._tuned,
+        storage._told, attempts._failed, trust._known, on_demand._recorded, on_demand._tuned,
         eager._entries, primitive._forward_plans, primitive._backward_plans,
     ):  # fmt: skip
         known.clear()

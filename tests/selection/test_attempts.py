@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import threading
+import weakref
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import torch_bwattn
 from torch_bwattn.backends.base import BackwardInputs
-from torch_bwattn.errors import UnsupportedProblem
+from torch_bwattn.errors import SettingError, UnsupportedProblem
 from torch_bwattn.problem import Problem
 from torch_bwattn.selection import attempts, drawn, tables, trust
 from torch_bwattn.selection.attempts import Attempts, choose
@@ -62,22 +63,125 @@ def test_a_pinned_backend_hides_nothing(fakes, failing, caplog):
     assert not caplog.records
 
 
-def test_lack_of_memory_is_for_this_call_only(fakes, monkeypatch):
+def test_lack_of_memory_is_for_this_call_only_and_told_once(fakes, caplog):
     fakes(cute=["right"], helion=["right"])
     made = Attempts(plan(PROBLEM, None))
     x = drawn.inputs(PROBLEM, "cpu")
     made(x)
-    right = made._run
+    right = made._state
+    for size in range(3):
+
+        def lacks_memory(_, size=size):
+            raise torch.OutOfMemoryError(f"tried to allocate {size} MiB")
+
+        made._state = right._replace(run=lacks_memory)
+        made(x)
+        assert made.name == "helion"
+        made._state = right
+        made(x)
+        assert made.name == "cute"
+    assert len(caplog.records) == 1
+
+
+def test_the_memory_of_what_failed_is_free_for_the_next(fakes, monkeypatch):
+    fakes(cute=["right"], helion=["right"])
+    made = Attempts(plan(PROBLEM, None))
+    x = drawn.inputs(PROBLEM, "cpu")
+    made(x)
+    kept = []
 
     def lacks_memory(_):
+        large = torch.empty(1000)
+        kept.append(weakref.ref(large))
         raise torch.OutOfMemoryError("too little memory")
 
-    made._run = lacks_memory
+    real = trust.why_distrusted
+    monkeypatch.setattr(trust, "why_distrusted", lambda *a, **k: real(*a, **k) if kept[0]() is None else "it is kept")
+    made._state = made._state._replace(run=lacks_memory)
     made(x)
     assert made.name == "helion"
-    made._run = right
-    made(x)
-    assert [candidate.backend for candidate in made._rest][:2] == ["cute", "helion"]
+
+
+@pytest.mark.parametrize("error", [SettingError("BWATTN_X: expected 0"), torch.AcceleratorError("CUDA error: gone")])
+def test_wrong_settings_and_lost_devices_are_no_reason_to_go_on(fakes, error):
+    fakes(cute=["right"], helion=["right"])
+    made = Attempts(plan(PROBLEM, None))
+
+    def fail(*_):
+        raise error
+
+    made._state = made._state._replace(run=fail)
+    with pytest.raises(type(error)):
+        made(drawn.inputs(PROBLEM, "cpu"))
+
+
+def test_what_failed_is_not_tried_by_other_calls_of_its_kind(fakes, caplog):
+    fakes(cute=["raises"], helion=["right"])
+    run()
+    made = choose(PROBLEM, None)
+    assert made.name == "helion"
+    assert [candidate.backend for candidate in made._able][:1] == ["helion"]
+    assert len(caplog.records) == 1
+
+
+@pytest.mark.parametrize("where", ["references", "backward"])
+def test_what_says_nothing_of_the_kernel_is_no_verdict(fakes, monkeypatch, where):
+    fakes(cute=["right"], helion=["right"])
+
+    def fail(*_, **__):
+        raise torch.AcceleratorError("CUDA error: gone")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(drawn, "references" if where == "references" else "failure", fail)
+        with pytest.raises(torch.AcceleratorError):
+            run()
+    assert not trust._known
+    assert run().name == "cute"
+
+
+def test_an_exception_is_a_verdict_for_this_process_only(fakes):
+    fakes(cute=["raises"], helion=["right"])
+    run()
+    assert any("always fails" in failure for failure in trust._known.values())
+    trust._known.clear()
+    attempts._failed.clear()
+    assert trust.recalled(Tunable("cute", "raises"), PROBLEM) is None
+
+
+def test_a_backend_under_check_may_call_the_operator(fakes, monkeypatch):
+    fakes(cute=["right"], aten=["-no"])
+    real = drawn.failure
+
+    def calls_it(*args):
+        torch_bwattn.sdpa(*(torch.randn(1, 2, 9, 8) for _ in range(3)))
+        return real(*args)
+
+    monkeypatch.setattr(drawn, "failure", calls_it)
+    assert run().name == "cute"
+
+
+def test_two_threads_that_meet_a_failure_leave_the_only_reserve_alone(fakes, monkeypatch):
+    fakes(cute=["raises"], helion=["-no"], aten=["-no"])
+    monkeypatch.setattr(trust, "needs_check", lambda *_: False)
+    x = drawn.inputs(PROBLEM, "cpu")
+    for _ in range(50):
+        attempts._failed.clear()
+        made, start, found = Attempts(plan(PROBLEM, None)), threading.Barrier(2), []
+
+        def call(made=made, start=start, found=found):
+            start.wait()
+            try:
+                found.append(made(x))
+            except RuntimeError as error:
+                found.append(error)
+
+        threads = [threading.Thread(target=call) for _ in range(2)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert not any(isinstance(one, Exception) for one in found)
+        assert {tunable.config for _, _, tunable in attempts._failed} == {"raises"}
 
 
 def test_the_last_candidates_error_is_the_callers(fakes):
@@ -104,8 +208,8 @@ def test_nothing_is_checked_during_a_capture(fakes, monkeypatch):
 def test_a_check_is_made_once_and_its_verdict_kept(fakes, monkeypatch):
     fakes(cute=["right"])
     checks = []
-    real = drawn.check
-    monkeypatch.setattr(drawn, "check", lambda *args: checks.append(args) or real(*args))
+    real = drawn.failure
+    monkeypatch.setattr(drawn, "failure", lambda *args: checks.append(args) or real(*args))
     run()
     run()
     assert len(checks) == 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 from types import SimpleNamespace
 
@@ -29,7 +30,13 @@ def test_a_problem_survives_json(problem):
     assert on_demand.from_json(json.loads(json.dumps(on_demand.to_json(problem)))) == problem
 
 
-@pytest.mark.parametrize("line", ["[]", '{"target": "cpu"}', '{"nonsense": 1}', '{"dtype": "nonsense"}', "{"])
+LINES = [
+    "[]", '{"target": "cpu"}', '{"nonsense": 1}', '{"dtype": "nonsense"}', "{", "[" * 200_000,
+    *(json.dumps({**on_demand.to_json(ON_A_GPU), **wrong}) for wrong in ({"batch": "x"}, {"mask_sizes": 5})),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("line", LINES)
 def test_a_log_that_holds_no_problem_names_its_line(tmp_path, line):
     path = tmp_path / "log"
     path.write_text(json.dumps(on_demand.to_json(ON_A_GPU)) + "\n" + line + "\n")
@@ -68,23 +75,61 @@ def test_first_use_tunes_once(monkeypatch):
         return SimpleNamespace(returncode=0)
 
     monkeypatch.setattr(subprocess, "run", run)
-    on_demand.tune(ON_A_GPU)
-    on_demand.tune(ON_A_GPU)
+    on_demand.tune(ON_A_GPU, None)
+    on_demand.tune(ON_A_GPU, None)
     assert len(commands) == 1
-    on_demand.tune(Problem("cpu", torch.float32, 1, 2, 2, 40, 50, 16, 16, 0.25))
+    on_demand.tune(Problem("cpu", torch.float32, 1, 2, 2, 40, 50, 16, 16, 0.25), None)
     assert len(commands) == 1
 
 
 def test_a_failed_tuning_is_told_once(monkeypatch, caplog):
     monkeypatch.setenv("BWATTN_TUNE", "1")
     monkeypatch.setattr(subprocess, "run", lambda *_, **__: SimpleNamespace(returncode=2, stderr="no luck"))
-    on_demand.tune(ON_A_GPU)
-    on_demand.tune(ON_A_GPU)
+    on_demand.tune(ON_A_GPU, None)
+    on_demand.tune(ON_A_GPU, None)
     (record,) = caplog.records
     assert "no luck" in record.message
+
+
+@pytest.mark.parametrize(("seen", "index", "own"), [("", 1, "1"), ("4,7", 1, "7")])
+def test_it_is_tuned_on_the_device_that_it_is_for(monkeypatch, seen, index, own):
+    monkeypatch.setenv("BWATTN_TUNE", "1")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", seen)
+    found = []
+
+    def run(*_, env, **__):
+        found.append(env["CUDA_VISIBLE_DEVICES"])
+        return SimpleNamespace(returncode=0)
+
+    monkeypatch.setattr(subprocess, "run", run)
+    on_demand.tune(ON_A_GPU, torch.device("cuda", index))
+    assert found == [own]
+
+
+def test_what_cannot_be_started_is_told_once(monkeypatch, caplog):
+    monkeypatch.setenv("BWATTN_TUNE", "1")
+
+    def fail(*_, **__):
+        raise OSError("no more processes")
+
+    monkeypatch.setattr(subprocess, "run", fail)
+    on_demand.tune(ON_A_GPU, None)
+    (record,) = caplog.records
+    assert "no more processes" in record.message
+
+
+def test_a_pipe_that_nobody_reads_does_not_stop_the_call(tmp_path, monkeypatch):
+    os.mkfifo(tmp_path / "pipe")
+    monkeypatch.setenv("BWATTN_RECORD", str(tmp_path / "pipe"))
+    on_demand.record(ON_A_GPU)
+
+
+def test_empty_is_unset(monkeypatch):
+    monkeypatch.setenv("BWATTN_TUNE", "")
+    on_demand.tune(ON_A_GPU, None)
 
 
 def test_another_value_is_an_error(monkeypatch):
     monkeypatch.setenv("BWATTN_TUNE", "yes")
     with pytest.raises(ValueError, match="BWATTN_TUNE"):
-        on_demand.tune(ON_A_GPU)
+        on_demand.tune(ON_A_GPU, None)

@@ -9,6 +9,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+import torch_bwattn
 from torch_bwattn.errors import UnsupportedProblem
 from torch_bwattn.problem import Problem
 from torch_bwattn.selection import tables
@@ -71,10 +72,28 @@ def test_any_problem_has_a_plan_of_all_backends(problem):
     assert not resorts or made.chosen.priority > Priority.LAST_RESORT
 
 
-def test_a_last_resort_comes_after_the_reference_and_explain_says_why(fakes):
+def test_a_last_resort_comes_after_the_reference_and_explain_says_why(fakes, capsys):
     fakes(cute=["-no"], helion=["-no"], aten=["right!"])
     names = [candidate.backend for candidate in plan(PROBLEM, None).candidates if candidate.verdict]
     assert names == ["reference", "aten"]
+    query = torch.randn(1, 2, 9, 8)
+    torch_bwattn.explain(query, query, query)
+    assert "aten: supports it, config right, last resort: too large" in capsys.readouterr().out
+    assert plan(PROBLEM, "aten").chosen is None
+    assert "too large" in str(refusal(plan(PROBLEM, "aten")))
+
+
+def test_the_installed_versions_measurement_goes_before_anothers(fakes, monkeypatch):
+    fakes(cute=["right", "slow"])
+    keep(PROBLEM, [Measured(Tunable("cute", "slow"), 0.1)])
+    entries = tables.entries_of(tables.tuned("cpu").load(), "the package's table")
+    monkeypatch.setattr(tables, "_shipped_entries", lambda _: entries)
+    assert not tables.is_known("cpu", key_of(PROBLEM))
+    versions = dict.fromkeys(tables.VERSIONS_THAT_COUNT, "1")
+    monkeypatch.setattr(tables, "_installed", lambda: versions)
+    keep(PROBLEM, [Measured(Tunable("cute", "right"), 0.1)], {**ENVIRONMENT, "versions": versions})
+    assert tables.is_known("cpu", key_of(PROBLEM))
+    assert plan(PROBLEM, None).candidates[0].verdict.config == "right"
 
 
 def test_what_was_measured_goes_first_but_no_last_resort_does(fakes):

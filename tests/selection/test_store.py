@@ -16,12 +16,12 @@ from torch_bwattn.selection.key import Key
 from torch_bwattn.selection.store import Store
 from torch_bwattn.selection.tables import Measured, Tunable
 
-ENVIRONMENT = {"date": "2026-11-30", "versions": {"triton": "1"}}
+ENVIRONMENT = {"date": "2026-11-30", "device": {"name": "a card"}, "versions": {"triton": "1"}}
 RANKING = (Measured(Tunable("cute", "64x64"), 0.5),)
 
 
 def table():
-    return Store("tuned", "sm_90a.json", tables.valid)
+    return Store("tuned", "sm_90a", tables.valid)
 
 
 def add(kind, described=ENVIRONMENT):
@@ -35,7 +35,7 @@ def test_an_entry_comes_back(cache):
     assert {key.kind for key in found} == {"forward", "backward"}
     assert found[Key("backward", (16, 16, 16))].environment["date"] == "2026-12-01"
     assert found[Key("forward", (16, 16, 16))].ranking == RANKING
-    assert (cache / "tuned" / "sm_90a.json").stat().st_mode & 0o077 == 0
+    assert (cache / "tuned" / "sm_90a.v1.json").stat().st_mode & 0o077 == 0
 
 
 def test_a_new_entry_takes_the_place_of_the_old():
@@ -59,13 +59,14 @@ def test_a_new_entry_takes_the_place_of_the_old():
 def test_what_is_damaged_or_older_is_ignored_once_and_kept(cache, caplog, text):
     caplog.set_level(logging.WARNING, "torch_bwattn")
     add("forward")
-    path = cache / "tuned" / "sm_90a.json"
+    path = cache / "tuned" / "sm_90a.v1.json"
     path.write_text(text)
     assert table().load() == {}
     assert table().load() == {}
     (record,) = caplog.records
     assert "ignored" in record.message
-    assert path.with_suffix(".old").read_text() == text
+    (aside,) = path.parent.glob("*.old")
+    assert aside.read_text() == text
     assert add("backward")
     assert {key.kind for key in tables.entries_of(table().load(), "here")} == {"backward"}
 
@@ -74,10 +75,13 @@ def test_what_is_damaged_or_older_is_ignored_once_and_kept(cache, caplog, text):
 def test_what_others_can_write_is_refused_once(cache, caplog, which):
     caplog.set_level(logging.WARNING, "torch_bwattn")
     add("forward")
-    path = cache / "tuned" / "sm_90a.json"
+    path = cache / "tuned" / "sm_90a.v1.json"
     (path if which == "file" else path.parent).chmod(0o777)
+    before = path.read_text()
     for _ in range(3):
         assert table().load() == {}
+    assert not add("backward")
+    assert path.read_text() == before
     (record,) = caplog.records
     assert "can be written by another user" in record.message
 
@@ -132,5 +136,42 @@ def test_shipped_tables_are_tables():
 
 
 def test_whose_tests_have_passed_is_said_of_one_environment():
-    assert tables.valid({"environments": [{}], "tested": 0})
-    assert not tables.valid({"environments": [{}], "tested": 1})
+    assert tables.valid({"environments": [ENVIRONMENT], "tested": 0})
+    assert not tables.valid({"environments": [ENVIRONMENT], "tested": 1})
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"environment": 0.0}, {"environment": True}, {"sizes": [10**400, 16, 16]}, {"sizes": [16, 16]},
+        {"ranking": [["cute", "64x64", 10**400]]}, {"ranking": [["cute", "64x64", -1.0]]}, {"ranking": [["cute"]]},
+        {"ranking": 5}, {"kind": None},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_what_is_odd_deep_inside_is_no_table(change):
+    entry = {"kind": "forward", "sizes": [16, 16, 16], "environment": 0, "ranking": [["cute", "64x64", 0.5]]}
+    assert tables.valid({"environments": [ENVIRONMENT], "entries": [entry]})
+    assert not tables.valid({"environments": [ENVIRONMENT], "entries": [{**entry, **change}]})
+
+
+@pytest.mark.parametrize("name", ["date", "device", "versions"])
+def test_what_is_odd_in_an_environment_is_no_table(name):
+    for value in (None, 5, [1]):
+        assert not tables.valid({"environments": [{**ENVIRONMENT, name: value}], "entries": []})
+
+
+@pytest.mark.parametrize("text", ["[" * 200_000, '{"format": 1, "x": NaN}'])
+def test_what_json_does_not_take_is_damaged(cache, text):
+    add("forward")
+    (cache / "tuned" / "sm_90a.v1.json").write_text(text)
+    assert table().load() == {}
+    assert add("forward")
+
+
+def test_two_damaged_files_are_both_kept(cache):
+    add("forward")
+    for text in ("{", "["):
+        (cache / "tuned" / "sm_90a.v1.json").write_text(text)
+        assert table().load() == {}
+    assert {path.read_text() for path in (cache / "tuned").glob("*.old")} == {"{", "["}

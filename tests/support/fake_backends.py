@@ -57,7 +57,7 @@ def _dies(problem, run):
 
 def _is_slow(problem, run):
     def wait(*args):
-        time.sleep(0.02)
+        time.sleep(0.1)
         return run(*args)
 
     return wait

@@ -6,12 +6,11 @@ import json
 import os
 import subprocess
 import sys
-import threading
+import time
 
 import pytest
 import torch
 
-from tests.selection.conftest import cache, fakes  # noqa: F401 (fixtures)
 from torch_bwattn.problem import Problem
 from torch_bwattn.selection import tables
 from torch_bwattn.selection.choose import plan
@@ -44,7 +43,7 @@ def tuned(told, found=(PROBLEM,), **others):
     return outcomes, lines, steps
 
 
-def test_only_what_is_right_is_timed_and_the_fastest_is_first(fakes):  # noqa: F811
+def test_only_what_is_right_is_timed_and_the_fastest_is_first(fakes):
     told = {"cute": ["slow", "right", "wrong", "nan"], "helion": ["raises", "does not compile"], "aten": ["-no"]}
     fakes(**told)
     (outcome,), lines, steps = tuned(told)
@@ -59,7 +58,7 @@ def test_only_what_is_right_is_timed_and_the_fastest_is_first(fakes):  # noqa: F
 
 
 @pytest.mark.parametrize("failing", ["hangs", "dies"])
-def test_what_hangs_or_dies_takes_nothing_with_it(fakes, failing):  # noqa: F811
+def test_what_hangs_or_dies_takes_nothing_with_it(fakes, failing):
     told = {"cute": [failing, "right"], "helion": ["slow"], "aten": ["-no"]}
     fakes(**told)
     chosen = options(told)
@@ -70,7 +69,7 @@ def test_what_hangs_or_dies_takes_nothing_with_it(fakes, failing):  # noqa: F811
     assert ("no answer within 2 s" if failing == "hangs" else "status 7") in reason
 
 
-def test_what_is_known_is_not_measured_again(fakes):  # noqa: F811
+def test_what_is_known_is_not_measured_again(fakes):
     told = {"cute": ["right"], "aten": ["-no"]}
     fakes(**told)
     assert len(tuned(told)[0]) == 1
@@ -78,7 +77,7 @@ def test_what_is_known_is_not_measured_again(fakes):  # noqa: F811
     assert len(tuned(told, again=True)[0]) == 1
 
 
-def test_other_versions_are_measured_again(fakes, monkeypatch):  # noqa: F811
+def test_other_versions_are_measured_again(fakes, monkeypatch):
     told = {"cute": ["right"], "aten": ["-no"]}
     fakes(**told)
     tuned(told)
@@ -86,7 +85,7 @@ def test_other_versions_are_measured_again(fakes, monkeypatch):  # noqa: F811
     assert len(tuned(told)[0]) == 1
 
 
-def test_a_problem_nobody_can_run_keeps_nothing(fakes):  # noqa: F811
+def test_a_problem_nobody_can_run_keeps_nothing(fakes):
     told = {"cute": ["raises"], "aten": ["-no"]}
     fakes(**told)
     (outcome,), _, _ = tuned(told)
@@ -94,7 +93,7 @@ def test_a_problem_nobody_can_run_keeps_nothing(fakes):  # noqa: F811
     assert tables.lookup("cpu", key_of(PROBLEM)) is None
 
 
-def test_fallbacks_are_measured_only_where_there_is_nothing_else(fakes):  # noqa: F811
+def test_fallbacks_are_measured_only_where_there_is_nothing_else(fakes):
     fakes(cute=["right"], aten=["right!"], helion=["-no"])
     assert [str(tunable) for tunable in tuner.competitors(PROBLEM)] == ["cute: right"]
     fakes(cute=["-no"], aten=["right!"], helion=["-no"])
@@ -102,7 +101,7 @@ def test_fallbacks_are_measured_only_where_there_is_nothing_else(fakes):  # noqa
     assert only.backend == "reference"
 
 
-def test_two_processes_with_threads_tune_one_cache(fakes):  # noqa: F811
+def test_two_processes_with_threads_tune_one_cache(fakes):
     """Of different problems at the same time, into one file."""
     told = {"cute": ["right"], "aten": ["-no"]}
     code = """
@@ -126,7 +125,6 @@ threads = [threading.Thread(target=tuner.tune, args=([one], options(told))) for 
     ]
     assert [process.wait() for process in running] == [0, 0]
     assert len(tables.tuned("cpu").load()["entries"]) == 8
-    assert threading.active_count() < 20
 
 
 def test_the_release_covers_every_feature_and_every_kind_of_length():
@@ -137,3 +135,57 @@ def test_the_release_covers_every_feature_and_every_kind_of_length():
     assert {problem.q_len for problem in found} >= {1, 16, 128, 32768}
     assert {problem.backward for problem in found} == {False, True}
     assert len(tuner.one_of_each_key(found)) > 200
+
+
+@pytest.mark.parametrize(
+    "reply",
+    ["5", "[1]", "null", "{}", "nonsense", '{"ms": [], "failures": []}', '{"ms": [-1.0], "failures": [""]}',
+     '{"ms": [NaN], "failures": [""]}', '{"ms": ["fast"], "failures": [""]}', '{"ms": [1.0]}'],
+)  # fmt: skip
+def test_a_worker_that_answers_with_nonsense_has_not_answered(reply):
+    code = f"""
+import sys
+print("a banner")
+print('{{"ready": true}}', flush=True)
+sys.stdin.readline()
+print({reply!r}, flush=True)
+sys.stdin.read()
+"""
+    worker = tuner.Worker((sys.executable, "-c", code))
+    with pytest.raises(tuner.NoAnswer):
+        worker.ask({"do": "time"}, 20.0, tuner.times_of(1))
+    worker.end()
+
+
+def test_a_worker_that_closes_its_output_has_not_answered():
+    code = "import os, time; os.write(1, b'{\"ready\": true}\\n'); os.close(1); time.sleep(60)"
+    worker = tuner.Worker((sys.executable, "-c", code))
+    with pytest.raises(tuner.NoAnswer, match="closed its output"):
+        worker.ask({"do": "time"}, 20.0, tuner.times_of(1))
+
+
+def test_a_worker_ends_with_its_parent():
+    code = """
+import os, sys, threading, time
+from tests.tuning.test_tuner import CODE, PROBLEM
+from torch_bwattn.selection.on_demand import to_json
+from torch_bwattn.tuning import tuner
+worker = tuner.Worker((sys.executable, "-c", CODE, '{"cute": ["right"]}'))
+request = {"do": "check", "problem": to_json(PROBLEM), "tunable": ["cute", "right"]}
+worker.ask(request, 60.0, {"failure": str})
+os.kill(worker._process.pid, 19)  # as a kernel that hangs, it does not read that its requests have ended
+print(worker._process.pid, flush=True)
+os._exit(0)
+"""
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, capture_output=True, text=True, env=dict(os.environ), timeout=120, check=True)
+    pid = int(done.stdout)
+    os.kill(pid, 18)
+    for _ in range(100):
+        try:
+            os.kill(pid, 0)
+        except ProcessLookupError:
+            return
+        time.sleep(0.1)
+    os.kill(pid, 9)
+    pytest.fail("the worker outlived its parent")

@@ -9,7 +9,6 @@ import sys
 import pytest
 import torch
 
-from tests.selection.conftest import cache, fakes  # noqa: F401 (fixtures)
 from tests.tuning.test_tuner import BUDGET, CODE
 from torch_bwattn.problem import Problem
 from torch_bwattn.selection import drawn, tables
@@ -60,7 +59,7 @@ def test_problems_are_the_same_for_a_seed_and_no_table_names_them():
     assert key_of(found[0]) not in {key_of(problem) for problem in verify.draw("sm_90a", 40, seed=3)}
 
 
-def test_the_choice_is_compared_with_the_best_and_with_pytorch(fakes):  # noqa: F811
+def test_the_choice_is_compared_with_the_best_and_with_pytorch(fakes):
     told = {"cute": ["slow", "right"], "helion": ["raises"], "aten": ["-no"]}
     fakes(**told)
     command = (sys.executable, "-c", CODE, json.dumps(told))

@@ -139,7 +139,7 @@ class AtenBackend(Backend):
             return no(refusal, "math")
         if materialised.within_bound(problem):
             return yes("math")
-        return yes("math", last_resort=f"its score matrix is larger than an activation, {problem.q_len} > D")
+        return yes("math", last_resort=materialised.beyond_bound(problem))
 
     def forward(self, problem: Problem, config: str = "") -> ForwardFn:
         if problem.target == "cpu":

@@ -45,10 +45,8 @@ class Fused(ABC):
 
     def refuse(self, problem: Problem) -> str:
         """Why it does not take a problem, or nothing."""
-        limit = self.limits(problem)
-        if limit:
-            return limit
-        return next((f"known to be wrong: {bad}" for bad in self.known_bad if bad.holds(problem)), "")
+        bad = next((bad for bad in self.known_bad if bad.holds(problem)), None)
+        return self.limits(problem) if bad is None else f"known to be wrong: {bad}"
 
     @abstractmethod
     def limits(self, problem: Problem) -> str:

@@ -19,11 +19,13 @@ from .base import BackwardInputs, ForwardInputs, Grads
 
 
 def within_bound(problem: Problem) -> bool:
-    """Whether the score matrix of a sequence is no larger than the keys' side of the model's activations.
-
-    ``[B, Hq, Sq, Skv]`` against ``[B, Skv, Hq * D]``: an activation of that size is in memory anyway.
-    """
+    """Whether the scores, ``[B, Hq, Sq, Skv]``, are no more than ``[B, Skv, Hq * D]``: an activation of the keys."""
     return problem.q_len <= problem.head_dim
+
+
+def beyond_bound(problem: Problem) -> str:
+    """Why it must not compete beyond that."""
+    return f"its score matrix is larger than an activation: Sq={problem.q_len}, D={problem.head_dim}"
 
 
 def refuse(problem: Problem) -> str:

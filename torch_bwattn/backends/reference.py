@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 
 from ..layout import empty_like_order
-from ..problem import Problem
+from ..problem import Problem, dtype_name
 from . import philox
 from .base import Backend, BackwardFn, BackwardInputs, ForwardFn, ForwardInputs, Grads, Verdict, Wanted, yes
 
@@ -236,7 +236,7 @@ class ReferenceBackend(Backend):
     name = "reference"
 
     def supports(self, problem: Problem) -> Verdict:
-        return yes(f"blockwise eager, {str(compute_dtype(problem)).removeprefix('torch.')}")
+        return yes(f"blockwise eager, {dtype_name(compute_dtype(problem))}")
 
     def forward(self, problem: Problem, config: str = "") -> ForwardFn:
         return lambda x: forward(problem, x)

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import sys
 from collections.abc import Callable
@@ -27,22 +28,30 @@ if TYPE_CHECKING:
 
 _CAUSAL = {"no": (False,), "yes": (True,), "both": (False, True)}
 _SUITES = ("rows", "release")
+_MOST_JOBS = 8  # each has its tensors on the device
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """Declares the options."""
-    what = parser.add_argument_group("what is tuned")
+    group = parser.add_argument_group("what is tuned")
+    what = group.add_mutually_exclusive_group()
     what.add_argument("--suite", choices=_SUITES, help="rows: those of the README; release: the package's own tables")
     what.add_argument("--shapes", metavar="LIST", help="names like B4H32/8S4096D128, or patterns like '*D64'")
     what.add_argument("--from-log", metavar="FILE", help="the problems that BWATTN_RECORD=FILE has recorded")
-    what.add_argument("--causal", choices=tuple(_CAUSAL), default="both", help="of --shapes (default: both)")
-    what.add_argument("--dtype", choices=("bfloat16", "float16"), default="bfloat16", help="default: bfloat16")
-    what.add_argument("--direction", choices=("forward", "backward", "both"), default="both", help="default: both")
     what.add_argument("--verify", type=int, metavar="N", help="tune nothing: time N drawn problems' choices")
-    what.add_argument("--seed", type=int, default=0, help="of --verify (default: 0)")
+    group.add_argument("--seed", type=int, default=0, help="of --verify (default: 0)")
+    group.add_argument("--causal", choices=tuple(_CAUSAL), help="of --shapes and the rows (default: both)")
+    group.add_argument("--dtype", choices=("bfloat16", "float16"), help="of --shapes and the rows (default: bfloat16)")
+    group.add_argument("--direction", choices=("forward", "backward", "both"), default="both", help="default: both")
     how = parser.add_argument_group("how")
     how.add_argument("--jobs", type=int, metavar="N", help="processes that check beside each other (default: by cores)")
-    how.add_argument("--limit", type=float, default=120.0, metavar="S", help="seconds for one tunable (default: 120)")
+    how.add_argument(
+        "--limit",
+        type=float,
+        default=120.0,
+        metavar="S",
+        help="seconds for a check, and for the times of a problem (default: 120)",
+    )
     how.add_argument("--again", action="store_true", help="measure also what is known")
     how.add_argument("--quiet", action="store_true", help="say nothing but errors")
     how.add_argument("--out", metavar="FILE", help="write everything that this user has tuned for the target, as JSON")
@@ -64,17 +73,23 @@ def main(namespace: argparse.Namespace) -> int:
 
     if namespace.jobs is not None and namespace.jobs < 1:
         raise UsageError(f"--jobs: expected a positive number, got {namespace.jobs}")
-    if namespace.limit <= 0.0:
-        raise UsageError(f"--limit: expected a positive number, got {namespace.limit}")
+    if not 0.0 < namespace.limit < math.inf:
+        raise UsageError(f"--limit: expected a positive number of seconds, got {namespace.limit}")
+    elsewhere = namespace.from_log or namespace.suite == "release" or namespace.verify is not None
+    if elsewhere and (namespace.causal or namespace.dtype):
+        raise UsageError("--causal, --dtype: expected only with --shapes or the rows; other problems have their own")
     if not torch.cuda.is_available():
         raise UsageError("expected a CUDA device; on the CPU there is nothing to tune")
     target = target_of(torch.device("cuda", 0))
     if namespace.verify is not None:
         return _verify(namespace, target)
     try:
-        problems = [problem for problem in problems_of(namespace, target) if problem.target == target]
+        named = problems_of(namespace, target)
     except (OSError, ValueError) as error:
         raise UsageError(str(error)) from error
+    problems = [problem for problem in named if problem.target == target]
+    if len(problems) < len(named) and not namespace.quiet:
+        _line(f"{len(named) - len(problems)} of {len(named)} problems are not of {target} and left out")
     options = _options(namespace)
     log, advance, close = _progress(namespace.quiet)
     try:
@@ -89,7 +104,7 @@ def main(namespace: argparse.Namespace) -> int:
 def _options(namespace: argparse.Namespace) -> tuner.Options:
     from ..tuning import tuner
 
-    jobs = namespace.jobs or max(1, (os.cpu_count() or 1) // 2)
+    jobs = namespace.jobs or max(1, min(_MOST_JOBS, (os.cpu_count() or 1) // 2))
     return tuner.Options(jobs=jobs, limit_s=namespace.limit, again=namespace.again)
 
 
@@ -123,7 +138,9 @@ def problems_of(namespace: argparse.Namespace, target: str) -> list[Problem]:
     if namespace.suite == "release":
         return [problem for problem in problems.release(target) if problem.backward in directions]
     patterns = [word.strip() for word in namespace.shapes.split(",") if word.strip()] if namespace.shapes else None
-    return problems.rows(target, patterns, _CAUSAL[namespace.causal], namespace.dtype, directions)
+    return problems.rows(
+        target, patterns, _CAUSAL[namespace.causal or "both"], namespace.dtype or "bfloat16", directions
+    )
 
 
 def write_table(target: str, path: Path) -> None:

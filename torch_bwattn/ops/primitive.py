@@ -83,7 +83,7 @@ def plan_forward(
     key = signature(q, k, v, mask, *options, sink is not None and meta(sink), pin)
     found = _forward_plans.get(key)
     if found is None:
-        found = choose(_describe(q, k, v, mask, sink, options), pin)
+        found = choose(_describe(q, k, v, mask, sink, options), pin, q.device)
         remember(_forward_plans, key, found)
     return found
 
@@ -146,7 +146,7 @@ def gradients(x: BackwardInputs, options: Options, wanted: Wanted, backend: str 
             x.q, x.k, x.v, x.mask, x.sink, options,
             backward=True, mask_grad=wanted[3], lse_grad=x.grad_lse is not None, more=(x.grad_out, x.out),
         )  # fmt: skip
-        run = choose(problem, pin)
+        run = choose(problem, pin, x.q.device)
         remember(_backward_plans, key, run)
     grads: Grads = run(x, wanted)
     return grads

@@ -2,43 +2,54 @@
 
 A call goes to the first candidate that supports the problem. Where that fails (it does not compile, lacks memory, or
 fails its check), the next takes over, for this call where memory was lacking and for good otherwise, and a warning says
-so once. A pinned backend's error is the caller's, and so is an error while a CUDA graph is captured, or one after which
-the device does nothing more.
+so once. A pinned backend's error is the caller's, and so are an error while a CUDA graph is captured, a wrong setting
+in the environment, and what follows the loss of the device.
 """
 
 from __future__ import annotations
 
+import functools
 import logging
+import threading
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
-from ..errors import UnsupportedProblem
+from .. import storage
+from ..errors import SettingError, UnsupportedProblem
 from ..problem import Problem
 from . import on_demand, trust
 from .choose import Candidate, Plan, get_backend, plan, refusal
-from .key import features_of
-from .store import tell_once
+from .key import Key, features_of, key_of
 from .tables import Tunable
 
 log = logging.getLogger("torch_bwattn")
 
-_DEVICE_IS_LOST = (torch.AcceleratorError,)
-
-_failed: dict[tuple[str, Tunable], str] = {}
-"""By features and tunable: why a candidate is not tried again in this process."""
+_failed: dict[tuple[str, Key, Tunable], str] = {}
+"""Why a candidate is not tried again in this process, with these features and sizes of these buckets."""
 
 
-def forget_failures() -> None:
-    """Candidates that failed may be tried again, by calls of other descriptions than those that met the failure."""
-    _failed.clear()
+class _Failure(NamedTuple):
+    """What is kept of an error. Its traceback would keep the tensors of the candidate that failed."""
+
+    kind: str
+    text: str
+    lacks_memory: bool
+
+
+class _State(NamedTuple):
+    """Which candidate is called, and how."""
+
+    number: int
+    run: Callable[..., Any]
+    name: str
 
 
 class Attempts:
     """What runs a problem: called as the backends' own callables are. ``name`` is the backend's that ran last."""
 
-    __slots__ = ("_made", "_rest", "_run", "name")
+    __slots__ = ("_able", "_lock", "_made", "_state", "name")
 
     def __init__(self, made: Plan) -> None:
         """``made`` is the plan.
@@ -47,82 +58,120 @@ class Attempts:
             UnsupportedProblem: No candidate takes the problem; the reasons are in the message.
         """
         self._made = made
-        self._rest = [candidate for candidate in made.candidates if candidate.verdict]
-        if not self._rest:
+        able = [candidate for candidate in made.candidates if candidate.verdict]
+        if not able:
             raise refusal(made)
-        self.name = self._rest[0].backend
-        self._run: Callable[..., Any] = self._first
+        if made.pinned is None:
+            able = [one for one in able if not _known_failure(made.problem, one.tunable)] or able[-1:]
+        self._able = able
+        self._lock = threading.Lock()
+        self._state = self._unstarted(0)
+        self.name = able[0].backend
 
     def __call__(self, *args: Any) -> Any:
-        run = self._run
+        index, run, name = self._state
         try:
-            return run(*args)
+            result = run(*args)
         except Exception as error:
-            if self._is_final(error):
+            if self._is_final(index, error):
                 raise
-            if self._run is not run:  # another thread has met the failure
-                return self(*args)
-            return self._after(error, args)
+            failure = _failure_of(error)
+        else:
+            self.name = name
+            return result
+        return self._after(index, failure, args)
 
-    def _first(self, *args: Any) -> Any:
+    def _unstarted(self, index: int) -> _State:
+        return _State(index, functools.partial(self._first, index), self._able[index].backend)
+
+    def _first(self, index: int, *args: Any) -> Any:
         """A candidate's first call: checks what has to be, and keeps the candidate's own callable."""
-        candidate, problem = self._rest[0], self._made.problem
-        if len(self._rest) > 1:
-            failure = _failed.get((features_of(problem), candidate.tunable))
-            if failure is not None:
-                raise UnsupportedProblem(failure)
+        run = self._started(index, args[0].q.device)
+        result = run(*args)
+        with self._lock:
+            if self._state.number == index:
+                self._state = _State(index, run, self._able[index].backend)
+        return result
+
+    def _started(self, index: int, device: torch.device) -> Callable[..., Any]:
+        candidate, problem = self._able[index], self._made.problem
         backend = get_backend(candidate.backend)
-        device = args[0].q.device
         why = trust.why_distrusted(candidate.tunable, backend, problem, device, capturing=_capturing)
         if why:
             raise UnsupportedProblem(f"sdpa: {candidate.tunable} failed its check on a small problem: {why}")
         make = backend.backward if problem.backward else backend.forward
-        run = make(problem, candidate.verdict.config)
-        result = run(*args)
-        self._run, self.name = run, candidate.backend
-        return result
+        run: Callable[..., Any] = make(problem, candidate.verdict.config)
+        return run
 
-    def _is_final(self, error: Exception) -> bool:
+    def _is_final(self, index: int, error: Exception) -> bool:
         """Whether an error is the caller's: nothing else may run, or nothing can after it."""
         return (
-            self._made.pinned is not None or len(self._rest) == 1 or isinstance(error, _DEVICE_IS_LOST) or _capturing()
+            self._made.pinned is not None
+            or index + 1 == len(self._able)
+            or isinstance(error, SettingError)
+            or trust.device_is_lost(error)
+            or _capturing()
         )
 
-    def _after(self, error: Exception, args: tuple[Any, ...]) -> Any:
+    def _after(self, index: int, failure: _Failure, args: tuple[Any, ...]) -> Any:
         """Goes on with the candidates after the one that failed."""
-        failed, *rest = self._rest
-        _tell(failed, self._made.problem, error)
-        if isinstance(error, torch.OutOfMemoryError):
-            others = Attempts(Plan(self._made.problem, tuple(rest), None))
-            result = others(*args)
-            self.name = others.name
-            return result
-        _failed[features_of(self._made.problem), failed.tunable] = " ".join(str(error).split())
-        self._rest = rest
-        self._run = self._first
+        problem, failed = self._made.problem, self._able[index]
+        _tell(failed, problem, failure)
+        if failure.lacks_memory:
+            return self._this_once(index + 1, args)
+        with self._lock:
+            if self._state.number == index:  # else another thread has met the failure
+                _failed[features_of(problem), key_of(problem), failed.tunable] = failure.text
+                self._state = self._unstarted(index + 1)
         return self(*args)
 
+    def _this_once(self, index: int, args: tuple[Any, ...]) -> Any:
+        """This call by a later candidate, the next by the first again."""
+        try:
+            result = self._started(index, args[0].q.device)(*args)
+        except Exception as error:
+            if self._is_final(index, error):
+                raise
+            failure = _failure_of(error)
+        else:
+            self.name = self._able[index].backend
+            return result
+        _tell(self._able[index], self._made.problem, failure)
+        return self._this_once(index + 1, args)
 
-def _tell(failed: Candidate, problem: Problem, error: Exception) -> None:
-    text = " ".join(f"{type(error).__name__}: {error}".split())[:400]
-    tell_once(f"sdpa: {failed.tunable} cannot run {features_of(problem)} and the next candidate does: {text}")
+
+def _known_failure(problem: Problem, tunable: Tunable) -> bool:
+    failed = (features_of(problem), key_of(problem), tunable) in _failed
+    return failed or bool(trust.recalled(tunable, problem))
+
+
+def _failure_of(error: Exception) -> _Failure:
+    text = " ".join(str(error).split())[:400]
+    return _Failure(type(error).__name__, text, trust.lacks_memory(error))
+
+
+def _tell(failed: Candidate, problem: Problem, failure: _Failure) -> None:
+    text = f"sdpa: {failed.tunable} cannot run {features_of(problem)}, the next candidate does: {failure.text}"
+    storage.tell_once(log, text, about=(failed.tunable, features_of(problem), failure.kind))
 
 
 def _capturing() -> bool:
     return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
 
 
-def choose(problem: Problem, pin: str | None) -> Attempts:
-    """What runs ``problem``.
+def choose(problem: Problem, pin: str | None, device: torch.device | None = None) -> Attempts:
+    """What runs ``problem``, on ``device`` (which only tuning at first use asks for).
 
     Raises:
         UnsupportedProblem: The pinned backend refuses; the message gives its reason.
     """
     on_demand.record(problem)
     if pin is None and not _capturing():
-        on_demand.tune(problem)
+        on_demand.tune(problem, device)
     made = plan(problem, pin)
     for candidate in made.candidates:
         if not candidate.verdict:
-            log.debug("sdpa: %s is passed over: %s", candidate.backend, candidate.verdict.reason)
+            log.debug("sdpa: %s is passed over: %s", candidate.tunable, candidate.verdict.reason)
+    if made.chosen is not None:
+        log.debug("sdpa: %s is chosen, by %s", made.chosen.tunable, made.source or made.chosen.priority.name.lower())
     return Attempts(made)

@@ -29,13 +29,6 @@ from .tables import Tunable
 
 log = logging.getLogger("torch_bwattn")
 
-_MODULES = {
-    "cute": ("torch_bwattn.backends.cute.backend", "CuteBackend"),
-    "helion": ("torch_bwattn.backends.helion.backend", "HelionBackend"),
-    "aten": ("torch_bwattn.backends.aten", "AtenBackend"),
-    "reference": ("torch_bwattn.backends.reference", "ReferenceBackend"),
-}
-
 
 class Priority(enum.IntEnum):
     """Of a group for a problem."""
@@ -48,15 +41,21 @@ class Priority(enum.IntEnum):
     MEASURED = 5
 
 
-_OF_GROUPS = {"cute": Priority.OWN, "helion": Priority.OWN, "aten": Priority.FUSED, "reference": Priority.FALLBACK}
+_BACKENDS = {
+    "cute": ("torch_bwattn.backends.cute.backend", "CuteBackend", Priority.OWN),
+    "helion": ("torch_bwattn.backends.helion.backend", "HelionBackend", Priority.OWN),
+    "aten": ("torch_bwattn.backends.aten", "AtenBackend", Priority.FUSED),
+    "reference": ("torch_bwattn.backends.reference", "ReferenceBackend", Priority.FALLBACK),
+}
+"""Where each is, and the priority of what it offers."""
 
 
 @cache
 def get_backend(name: str) -> Backend:
     """The one instance of a backend; its module is imported at the first use."""
-    if name not in _MODULES:
+    if name not in _BACKENDS:
         raise UnsupportedProblem(f"sdpa: backend {name!r} is not part of this version; nearest: helion")
-    module, attribute = _MODULES[name]
+    module, attribute, _ = _BACKENDS[name]
     instance: Backend = getattr(import_module(module), attribute)()
     return instance
 
@@ -103,9 +102,9 @@ class Plan:
 def plan(problem: Problem, pin: str | None) -> Plan:
     """Ask every backend for its verdicts (or the pinned one alone), and put them in order."""
     if pin:
-        return Plan(problem, _in_order(_candidates(pin, problem)), pin)
+        return Plan(problem, _in_order([_pinned(candidate) for candidate in _candidates(pin, problem)]), pin)
     order = default_order(problem.target)
-    names = (*order, *(name for name in _MODULES if name not in order))
+    names = (*order, *(name for name in _BACKENDS if name not in order))
     found = [candidate for name in names for candidate in _candidates(name, problem)]
     entry = tables.lookup(problem.target, key_of(problem))
     if entry is None:
@@ -121,6 +120,14 @@ def plan(problem: Problem, pin: str | None) -> Plan:
     return Plan(problem, _in_order(measured), None, str(entry))
 
 
+def _pinned(candidate: Candidate) -> Candidate:
+    """A pinned backend has nothing after which a last resort could come: there it refuses."""
+    verdict = candidate.verdict
+    if not verdict.last_resort:
+        return candidate
+    return Candidate(candidate.backend, no(verdict.last_resort, verdict.config), Priority.UNSUPPORTED)
+
+
 def _in_order(candidates: list[Candidate]) -> tuple[Candidate, ...]:
     return tuple(sorted(candidates, key=lambda one: -one.priority))
 
@@ -132,7 +139,7 @@ def _candidates(name: str, problem: Problem) -> list[Candidate]:
 def _priority(name: str, verdict: Verdict) -> Priority:
     if not verdict:
         return Priority.UNSUPPORTED
-    return Priority.LAST_RESORT if verdict.last_resort else _OF_GROUPS[name]
+    return Priority.LAST_RESORT if verdict.last_resort else _BACKENDS[name][2]
 
 
 def _verdicts(name: str, problem: Problem) -> tuple[Verdict, ...]:

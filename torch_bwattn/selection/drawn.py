@@ -13,44 +13,52 @@ from .. import testing
 from ..backends.base import Backend, BackwardInputs, ForwardInputs, Grads
 from ..backends.philox import keep_mask
 from ..problem import Problem
+from .key import FEW_QUERIES
 
 _CHECKED_Q_LEN, _CHECKED_KV_LEN = 330, 590
 """Of a self-check's problem: past the largest tiles, of 256 and of 512, and no multiple of any."""
 
 
 def small(problem: Problem) -> Problem:
-    """A problem of the same kind that takes little time: the features of the kernels' code, fewer and shorter rows."""
+    """A problem with the features of another (:func:`.key.features_of`), at the sizes of a self-check."""
     group, kv_heads = problem.heads // problem.kv_heads, min(problem.kv_heads, 2)
-    q_len, kv_len = min(problem.q_len, _CHECKED_Q_LEN), min(problem.kv_len, _CHECKED_KV_LEN)
-    if problem.q_len == problem.kv_len:  # where the two kinds of causality are one
-        kv_len = q_len
-    changed = dataclasses.replace(
+    q_len = problem.q_len if problem.q_len <= FEW_QUERIES else _CHECKED_Q_LEN
+    kv_len = _CHECKED_KV_LEN
+    if problem.kv_len <= problem.q_len:
+        kv_len = q_len if problem.kv_len == problem.q_len else max(1, q_len // 2)
+    sizes = (min(problem.batch, 2), kv_heads * group, q_len, kv_len)
+    diagonal, low_diagonal = _small_window(problem, q_len, kv_len)
+    mask_sizes = problem.mask_sizes
+    if mask_sizes is not None:
+        mask_sizes = tuple(1 if size == 1 else most for size, most in zip(mask_sizes, sizes, strict=True))
+    return dataclasses.replace(
         problem,
-        batch=min(problem.batch, 2),
-        heads=kv_heads * group,
+        batch=sizes[0],
+        heads=sizes[1],
         kv_heads=kv_heads,
         q_len=q_len,
         kv_len=kv_len,
+        diagonal=diagonal,
+        low_diagonal=low_diagonal,
+        mask_sizes=mask_sizes,
         wide_index=False,
     )
 
-    def scaled(diagonal: int | None) -> int | None:
-        if diagonal is None or diagonal == 0:
-            return diagonal
-        if diagonal == problem.kv_len - problem.q_len:
-            return changed.kv_len - changed.q_len
-        return diagonal * changed.kv_len // problem.kv_len
 
-    mask_sizes = problem.mask_sizes
-    if mask_sizes is not None:
-        full = (changed.batch, changed.heads, changed.q_len, changed.kv_len)
-        mask_sizes = tuple(1 if size == 1 else most for size, most in zip(mask_sizes, full, strict=True))
-    return dataclasses.replace(
-        changed,
-        mask_sizes=mask_sizes,
-        diagonal=scaled(problem.diagonal),
-        low_diagonal=scaled(problem.low_diagonal),
-    )
+def _small_window(problem: Problem, q_len: int, kv_len: int) -> tuple[int | None, int | None]:
+    """The diagonals at other lengths: as far from the corner that they are nearest to, so that keys are seen."""
+    high, low = problem.diagonal, problem.low_diagonal
+
+    def moved(diagonal: int) -> int:
+        offset = problem.kv_len - problem.q_len
+        near = (0, 0) if abs(diagonal) <= abs(diagonal - offset) else (offset, kv_len - q_len)
+        most = min(q_len, kv_len) // 2
+        return near[1] + max(-most, min(diagonal - near[0], most))
+
+    if high is None or low is None:
+        return None if high is None else moved(high), None if low is None else moved(low)
+    width = min(high - low, max(min(high - low, 2), kv_len // 3))
+    return moved(high), moved(high) - width
 
 
 def inputs(problem: Problem, device: torch.device | str, seed: int = 0) -> ForwardInputs:
@@ -93,17 +101,22 @@ def visible(problem: Problem, device: torch.device | str) -> Tensor | None:
     return shown
 
 
+def whole_mask(problem: Problem, x: ForwardInputs) -> Tensor | None:
+    """The mask with what causality and a window hide; None where all is shown."""
+    mask, shown = x.mask, visible(problem, x.q.device)
+    if mask is None or shown is None:
+        return shown if mask is None else mask
+    return mask & shown if mask.dtype == torch.bool else mask.where(shown, -torch.inf)
+
+
 def references(problem: Problem, x: ForwardInputs, grad_out: Tensor | None) -> tuple[testing.Results, testing.Results]:
     """What the accuracy rule compares with: the fp64 reference, and PyTorch's math path."""
-    mask, shown = x.mask, visible(problem, x.q.device)
-    if shown is not None and mask is not None:
-        mask = mask & shown if mask.dtype == torch.bool else mask.masked_fill(~shown, -torch.inf)
     keep = None
     if 0.0 < problem.dropout_p < 1.0 and x.rng_state is not None:
         sizes = problem.batch, problem.heads, range(problem.q_len), problem.kv_len
         keep = keep_mask(x.rng_state, *sizes, problem.dropout_p)
     common = {
-        "attn_mask": shown if mask is None else mask, "dropout_p": problem.dropout_p, "scale": problem.scale,
+        "attn_mask": whole_mask(problem, x), "dropout_p": problem.dropout_p, "scale": problem.scale,
         "enable_gqa": True, "softcap": problem.softcap, "sink": x.sink, "keep_mask": keep, "grad_out": grad_out,
         "needs_mask_grad": problem.mask_grad and grad_out is not None,
         "needs_sink_grad": x.sink is not None and grad_out is not None,
@@ -145,38 +158,51 @@ def wanted(problem: Problem) -> tuple[bool, bool, bool, bool, bool]:
     return True, True, True, problem.mask_grad, problem.sink_dtype is not None
 
 
-def check(backend: Backend, config: str, problem: Problem, device: torch.device | str) -> str:
-    """What is wrong with a config's results on :func:`small` of a problem, or nothing.
+@dataclasses.dataclass(frozen=True)
+class Drawing:
+    """A self-check's problem, its tensors, and what is right."""
 
-    Exceptions of the backend are the caller's.
-    """
+    problem: Problem
+    x: ForwardInputs
+    grad_out: Tensor | None
+    oracle: testing.Results
+    pt: testing.Results
+
+
+def draw(problem: Problem, device: torch.device | str) -> Drawing:
+    """What a config is checked on for a problem: :func:`small` of it."""
     problem = small(problem)
-    index = torch.device(device)
-    with torch.cuda.device(index) if index.type == "cuda" else contextlib.nullcontext():
+    with _on(torch.device(device)):
         x = inputs(problem, device)
         grad_out = gradient_of(problem, x) if problem.backward else None
-        oracle, pt = references(problem, x, grad_out)
+        return Drawing(problem, x, grad_out, *references(problem, x, grad_out))
+
+
+def failure(backend: Backend, config: str, drawing: Drawing) -> str:
+    """By how much a config's results break the accuracy rule, or nothing. Its exceptions are the caller's."""
+    problem, x, grad_out = drawing.problem, drawing.x, drawing.grad_out
+    with _on(x.q.device), torch.no_grad():
         _leave_nan(x.q.device)
-        with torch.no_grad():
-            if grad_out is None:
-                out, lse = backend.forward(problem, config)(x)
-                results = testing.Results(out=out, lse=lse)
-            else:
-                y = backward_inputs(problem, x, oracle, grad_out)
-                results = _as_results(backend.backward(problem, config)(y, wanted(problem)))
-        return _first_failure(results, oracle, pt)
+        if grad_out is None:
+            out, lse = backend.forward(problem, config)(x)
+            results = testing.Results(out=out, lse=lse)
+        else:
+            y = backward_inputs(problem, x, drawing.oracle, grad_out)
+            results = _as_results(backend.backward(problem, config)(y, wanted(problem)))
+        judged = testing.judge(results, drawing.oracle, drawing.pt)
+    return next((str(found) for found in judged if not found.passed), "")
+
+
+def _on(device: torch.device) -> contextlib.AbstractContextManager[object]:
+    return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
 
 
 def _leave_nan(device: torch.device) -> None:
     """Fills memory that is allocated next with NaN: what a kernel does not write of its results shows as that."""
-    kept = [torch.full((1 << bits,), torch.nan, device=device) for bits in range(8, 23) for _ in range(4)]
+    kept = [torch.full((1 << bits,), torch.nan, device=device) for bits in range(8, 21) for _ in range(4)]
     del kept
 
 
 def _as_results(grads: Grads) -> testing.Results:
     dq, dk, dv, dmask, dsink = grads
     return testing.Results(dq=dq, dk=dk, dv=dv, dmask=dmask, dsink=dsink)
-
-
-def _first_failure(results: testing.Results, oracle: testing.Results, pt: testing.Results) -> str:
-    return next((str(found) for found in testing.judge(results, oracle, pt) if not found.passed), "")

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import torch
 
-from ..problem import Problem
+from ..problem import Problem, dtype_name
 
 _FEWEST = 16
 _WIDTHS = (32, 64, 96, 128, 192, 256)
@@ -21,9 +21,8 @@ _WIDTHS = (32, 64, 96, 128, 192, 256)
 def bucket(size: int) -> int:
     """The bucket of a size: the next power of two, at least 16.
 
-    What decides between two kernels changes with tiles and with the programs on an SM, of which both are counted in
-    powers of two: the least tile has 16 queries, and the winners of the tables change at 64, 256 and 1024. Within a
-    bucket times differ by up to two, and the order of kernels, measured at the buckets' ends, by a few per cent.
+    What decides between two kernels changes with tiles and with the programs on an SM, both powers of two: the least
+    tile has 16 queries, and the chosen configs change at 64, 256 and 1024.
     """
     return max(_FEWEST, 1 << (size - 1).bit_length()) if size > 1 else _FEWEST
 
@@ -57,21 +56,38 @@ def kind_of(problem: Problem) -> str:
     of a row, whichever kernel adds it.
     """
     half = problem.dtype in (torch.bfloat16, torch.float16)
-    dtype = "16-bit" if half else _name(problem.dtype)
+    dtype = "16-bit" if half else dtype_name(problem.dtype)
     mask = None
     if problem.mask_dtype is not None:
         mask = "bool-mask" if problem.mask_dtype == torch.bool else "additive-mask"
     return " ".join(_words(problem, dtype, mask, "grouped" if problem.heads > problem.kv_heads else None))
 
 
+FEW_QUERIES = 64
+"""Up to so many, configs depend on the number itself: heads share a tile, and tiles shrink."""
+
+
 def features_of(problem: Problem) -> str:
-    """Everything but the sizes that decides the kernels' code and whether it is right, as a line of words."""
-    mask = None if problem.mask_dtype is None else f"mask-{_name(problem.mask_dtype)}"
+    """What decides the kernels' code and whether it is right, as a line of words: everything but how large it is."""
     group = problem.heads // problem.kv_heads if problem.kv_heads else 0
-    words = _words(problem, _name(problem.dtype), mask, f"group{group}" if group > 1 else None)
-    sink = None if problem.sink_dtype is None else f"sink-{_name(problem.sink_dtype)}"
-    widths = f"{problem.head_dim}/{problem.value_dim}"
-    return " ".join(word for word in (*words, sink, widths) if word)
+    words = _words(problem, dtype_name(problem.dtype), _mask(problem), f"group{group}" if group > 1 else None)
+    more = {
+        f"sink-{dtype_name(problem.sink_dtype)}" if problem.sink_dtype is not None else "": True,
+        f"{problem.head_dim}/{problem.value_dim}": True,
+        f"q{problem.q_len}": problem.q_len <= FEW_QUERIES,
+        "equal-lengths": problem.q_len == problem.kv_len,
+        "blind-rows": problem.diagonal is not None and problem.diagonal < 0,
+        "scale<=0": problem.scale <= 0.0,
+    }
+    return " ".join([*words, *(word for word, holds in more.items() if word and holds)])
+
+
+def _mask(problem: Problem) -> str | None:
+    """The mask's dtype, and which of its dimensions are broadcast."""
+    if problem.mask_dtype is None:
+        return None
+    broadcast = "".join("1" if size == 1 else "n" for size in problem.mask_sizes or ())
+    return f"mask-{dtype_name(problem.mask_dtype)}-{broadcast}"
 
 
 def _words(problem: Problem, dtype: str, mask: str | None, group: str | None) -> list[str]:
@@ -98,7 +114,3 @@ def key_of(problem: Problem) -> Key:
     """The key under which a problem's measurements are kept."""
     heads = problem.batch * problem.heads
     return Key(kind_of(problem), (bucket(heads), bucket(problem.q_len), bucket(problem.kv_len)))
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")

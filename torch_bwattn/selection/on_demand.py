@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
+import logging
 import os
 import subprocess
 import sys
@@ -20,25 +21,36 @@ from typing import Any
 
 import torch
 
-from ..errors import expected
-from ..problem import Problem
+from .. import storage
+from ..errors import SettingError, expected
+from ..problem import Problem, dtype_name
 from . import tables
 from .key import Key, key_of
-from .store import tell_once
 
 RECORD, TUNE = "BWATTN_RECORD", "BWATTN_TUNE"
 _LIMIT_S = 1800.0
+_VISIBLE = "CUDA_VISIBLE_DEVICES"
 
-_lock = threading.Lock()
+log = logging.getLogger("torch_bwattn")
+
+_recording, _tuning = threading.Lock(), threading.Lock()
 _recorded: set[Problem] = set()
 _tuned: set[Key] = set()
+
+
+def _renew_locks() -> None:
+    global _recording, _tuning
+    _recording, _tuning = threading.Lock(), threading.Lock()  # a thread that is not in the child may have held the old
+
+
+os.register_at_fork(after_in_child=_renew_locks)
 
 
 def to_json(problem: Problem) -> dict[str, Any]:
     """A problem as plain values; what a field has by default is left out."""
     fields = {field.name: (getattr(problem, field.name), field.default) for field in dataclasses.fields(problem)}
     plain = {name: value for name, (value, default) in fields.items() if value != default}
-    return {name: _word(value) if isinstance(value, torch.dtype) else value for name, value in plain.items()}
+    return {name: dtype_name(value) if isinstance(value, torch.dtype) else value for name, value in plain.items()}
 
 
 def from_json(found: Mapping[str, Any]) -> Problem:
@@ -57,16 +69,29 @@ def from_json(found: Mapping[str, Any]) -> Problem:
             if not isinstance(dtype, torch.dtype):
                 raise ValueError(expected(name, "the name of a dtype", values[name]))
             values[name] = dtype
-    if values.get("mask_sizes") is not None:
+    if isinstance(values.get("mask_sizes"), list):
         values["mask_sizes"] = tuple(values["mask_sizes"])
+    for field in dataclasses.fields(Problem):
+        if field.name in values and not _fits(str(field.type), values[field.name]):
+            raise ValueError(expected(field.name, str(field.type), repr(values[field.name])))
     try:
         return Problem(**values)
     except TypeError as error:
         raise ValueError(f"problem: {error}") from error
 
 
-def _word(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
+def _fits(kind: str, value: Any) -> bool:
+    """Whether a value read from JSON is what an annotation names."""
+    if value is None:
+        return "None" in kind
+    of = kind.split(" | ", maxsplit=1)[0]
+    if of == "int":
+        return type(value) is int
+    if of == "float":
+        return type(value) in (int, float)
+    if of == "tuple[int, ...]":
+        return isinstance(value, tuple) and all(type(one) is int for one in value)
+    return isinstance(value, {"bool": bool, "str": str, "torch.dtype": torch.dtype}[of])
 
 
 def read_log(path: Path | str) -> list[Problem]:
@@ -81,7 +106,7 @@ def read_log(path: Path | str) -> list[Problem]:
             continue
         try:
             found[from_json(json.loads(line))] = None
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise ValueError(f"{path}, line {number}: {error}") from error
     return list(found)
 
@@ -91,49 +116,63 @@ def record(problem: Problem) -> None:
     path = os.environ.get(RECORD)
     if not path:
         return
-    with _lock:
+    with _recording:
         if problem in _recorded:
             return
         _recorded.add(problem)
         line = json.dumps(to_json(problem)) + "\n"
         try:
             # One write of a file opened for appending: lines of several processes do not mix.
-            handle = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o666)
+            handle = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC | os.O_NONBLOCK, 0o666)
             try:
                 os.write(handle, line.encode())
             finally:
                 os.close(handle)
         except OSError as error:
-            tell_once(f"{RECORD}: {path} cannot be written: {error}")
+            storage.tell_once(log, f"{RECORD}: {path} cannot be written: {error}")
 
 
-def tune(problem: Problem) -> None:
-    """Tunes a problem of a CUDA device, if the environment asks for it and nobody has.
+def tune(problem: Problem, device: torch.device | None) -> None:
+    """Tunes a problem of a CUDA device, if the environment asks for it and nobody has; one process at a time.
 
     Raises:
-        ValueError: The variable is neither 0 nor 1.
+        SettingError: The variable is neither 0 nor 1.
     """
-    switch = os.environ.get(TUNE, "0")
+    switch = os.environ.get(TUNE) or "0"
     if switch not in ("0", "1"):
-        raise ValueError(expected(TUNE, "'0' or '1'", repr(switch)))
+        raise SettingError(expected(TUNE, "'0' or '1'", repr(switch)))
     if switch == "0" or not problem.target.startswith("sm_") or problem.empty:
         return
     key = key_of(problem)
-    with _lock:
-        if key in _tuned or tables.is_known(problem.target, key):
+    with _tuning:
+        if key in _tuned:
             return
         _tuned.add(key)
-        with tempfile.TemporaryDirectory() as folder:
-            log = Path(folder) / "problem.jsonl"
-            log.write_text(json.dumps(to_json(problem)) + "\n")
-            command = [sys.executable, "-m", "torch_bwattn", "tune", "--quiet", "--from-log", str(log)]
-            variables = {**os.environ, TUNE: "0", RECORD: ""}
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                done = subprocess.run(  # noqa: S603 (this interpreter, this package)
-                    command, env=variables, capture_output=True, text=True, timeout=_LIMIT_S, check=False
-                )
-                if done.returncode == 0:
-                    return
-                tell_once(f"{TUNE}: {key} could not be tuned: {' '.join(done.stderr.split())[-400:]}")
-                return
-            tell_once(f"{TUNE}: {key} could not be tuned within {_LIMIT_S:.0f} s")
+        lock = tables.tuned(problem.target).path(make=True)
+        with storage.exclusive(lock.with_suffix(".tuning")) if lock else contextlib.nullcontext():
+            if not tables.is_known(problem.target, key):
+                try:
+                    _tune(problem, device)
+                except OSError as error:
+                    storage.tell_once(log, f"{TUNE}: nothing can be tuned: {error}")
+
+
+def _tune(problem: Problem, device: torch.device | None) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "problem.jsonl"
+        path.write_text(json.dumps(to_json(problem)) + "\n")
+        command = [sys.executable, "-m", "torch_bwattn", "tune", "--quiet", "--from-log", str(path)]
+        variables = {**os.environ, TUNE: "0", RECORD: ""}
+        if device is not None and device.index is not None:
+            seen = [word for word in os.environ.get(_VISIBLE, "").split(",") if word]
+            variables[_VISIBLE] = seen[device.index] if seen else str(device.index)
+        try:
+            done = subprocess.run(  # noqa: S603 (this interpreter, this package)
+                command, env=variables, capture_output=True, text=True, timeout=_LIMIT_S, check=False
+            )
+        except subprocess.TimeoutExpired:
+            storage.tell_once(log, f"{TUNE}: {key_of(problem)} could not be tuned within {_LIMIT_S:.0f} s")
+            return
+        if done.returncode != 0:
+            said = " ".join(done.stderr.split())[-400:]
+            storage.tell_once(log, f"{TUNE}: {key_of(problem)} could not be tuned: {said}")

@@ -2,7 +2,8 @@
 
 A table holds, for each key, the tunables that were timed, fastest first, each of which had passed the accuracy rule
 there, and of every entry the environment: card, driver, versions, date. For a problem the entry of its very key is
-asked for, else that of the nearest of its kind, no more than :data:`FARTHEST` doublings of sizes away.
+asked for, else that of the nearest of its kind, no more than :data:`FARTHEST` doublings of sizes away. Where both the
+package and the user have one, that of the installed versions counts, or the package's.
 
 In a table of the package, ``tested`` is the number of the environment in which all of its GPU tests have passed.
 """
@@ -26,6 +27,7 @@ FARTHEST = 3.0
 VERSIONS_THAT_COUNT = ("torch", "triton", "helion", "nvidia-cutlass-dsl")
 """Of other versions than these, an entry's tunables are checked anew before they are used."""
 
+_MOST = 2**62
 _SHIPPED = Path(__file__).parent / "pretuned"
 
 
@@ -36,7 +38,7 @@ class Tunable(NamedTuple):
     config: str
 
     def __str__(self) -> str:
-        return f"{self.backend}: {self.config}"
+        return f"{self.backend}: {self.config}" if self.config else self.backend
 
 
 class Measured(NamedTuple):
@@ -61,13 +63,13 @@ class Entry:
         return same_versions(self.environment)
 
     def __str__(self) -> str:
-        device, date = self.environment.get("device", {}).get("name", "?"), self.environment.get("date", "?")[:10]
+        device, date = self.environment["device"].get("name", "?"), self.environment["date"][:10]
         return f"{self.source} of {date}, {device}, for {self.key}"
 
 
 def same_versions(described: Mapping[str, Any]) -> bool:
     """Whether an environment has the installed versions of what decides kernels."""
-    versions = described.get("versions", {})
+    versions = described["versions"]
     return all(versions.get(name) == installed for name, installed in _installed().items())
 
 
@@ -84,18 +86,30 @@ def valid(contents: Any) -> bool:
         return False
     if contents.get("tested") not in (None, *range(len(environments))):
         return False
-    return all(isinstance(one, dict) for one in environments) and all(_valid(one, len(environments)) for one in entries)
+    return all(map(_describes, environments)) and all(_valid(one, len(environments)) for one in entries)
+
+
+def _describes(described: Any) -> bool:
+    """Whether a JSON value is an environment, with what is read of one."""
+    return (
+        isinstance(described, dict)
+        and isinstance(described.get("date"), str)
+        and isinstance(described.get("device"), dict)
+        and isinstance(described.get("versions"), dict)
+    )
 
 
 def _valid(entry: Any, environments: int) -> bool:
     try:
-        sizes, ranking = entry["sizes"], entry["ranking"]
+        sizes, ranking, number = entry["sizes"], entry["ranking"], entry["environment"]
         return (
             isinstance(entry["kind"], str)
-            and 0 <= entry["environment"] < environments
+            and type(number) is int
+            and 0 <= number < environments
             and len(sizes) == 3
-            and all(isinstance(size, int) and size > 0 for size in sizes)
-            and all(isinstance(name, str) and isinstance(config, str) and ms > 0.0 for name, config, ms in ranking)
+            and all(type(size) is int and 0 < size < _MOST for size in sizes)
+            and all(isinstance(name, str) and isinstance(config, str) for name, config, _ in ranking)
+            and all(type(ms) in (int, float) and 0.0 < ms < _MOST for _, _, ms in ranking)
         )
     except (KeyError, TypeError, ValueError):
         return False
@@ -148,20 +162,28 @@ def _shipped_entries(target: str) -> dict[Key, Entry]:
 @functools.cache
 def tuned(target: str) -> Store:
     """The file of what this user has tuned for a target."""
-    return Store("tuned", f"{target}.json", valid)
+    return Store("tuned", target, valid)
+
+
+_parsed: tuple[dict[str, Any], dict[Key, Entry]] | None = None
+
+
+def _tuned_entries(target: str) -> dict[Key, Entry]:
+    global _parsed
+    contents, parsed = tuned(target).load(), _parsed
+    if parsed is None or parsed[0] is not contents:
+        parsed = _parsed = contents, entries_of(contents, "the user's table")
+    return parsed[1]
 
 
 def lookup(target: str, key: Key) -> Entry | None:
-    """The entry to go by: the package's before the user's, the very key before the nearest."""
-    tables = (_shipped_entries(target), entries_of(tuned(target).load(), "the user's table"))
-    for table in tables:
-        if key in table:
-            return table[key]
-    for table in tables:
-        near = min(table.values(), key=lambda entry: key.distance(entry.key), default=None)
-        if near is not None and key.distance(near.key) <= FARTHEST:
-            return near
-    return None
+    """The entry to go by: the very key's before the nearest, one of the installed versions before others."""
+    tables = (_shipped_entries(target), _tuned_entries(target))
+    exact = [table[key] for table in tables if key in table]
+    if exact:
+        return max(exact, key=lambda entry: entry.same_versions)
+    near = [entry for table in tables for entry in table.values() if key.distance(entry.key) <= FARTHEST]
+    return min(near, key=lambda entry: (key.distance(entry.key), not entry.same_versions), default=None)
 
 
 def is_known(target: str, key: Key) -> bool:

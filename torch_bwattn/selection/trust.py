@@ -1,9 +1,12 @@
 """Whether a config may run: measured right on this architecture with these versions, or checked at its first use here.
 
 The blockwise reference is trusted, and what PyTorch has for the CPU. A kernel of this package is trusted for a target
-whose table says that the package's GPU tests passed there with the versions that are installed. Anywhere else, and for
-PyTorch's CUDA kernels, the first use on a machine is preceded by a check of a small problem with the same features,
-whose verdict is kept.
+whose table says that the package's GPU tests passed there with the versions that are installed: what it chooses itself
+was tested there, and what a table names was checked when it was timed. Anywhere else, and for PyTorch's CUDA kernels,
+the first use on a machine is preceded by a check of a small problem with the same features. A result that breaks the
+accuracy rule is remembered for later processes, as is one that keeps it; an exception is for this process only.
+
+A check says nothing of what only a large problem has: indices past 2**31.
 """
 
 from __future__ import annotations
@@ -12,6 +15,7 @@ import datetime as dt
 import functools
 import hashlib
 import logging
+import os
 import threading
 import warnings
 from collections.abc import Callable
@@ -32,12 +36,21 @@ log = logging.getLogger("torch_bwattn")
 
 _OWN = ("cute", "helion")
 _lock = threading.RLock()
+_here = threading.local()
 _known: dict[tuple[str, Tunable], str] = {}
+
+
+def _renew_lock() -> None:
+    global _lock
+    _lock = threading.RLock()  # a thread that is not in the child may have held the old one
+
+
+os.register_at_fork(after_in_child=_renew_lock)
 
 
 @functools.cache
 def _store(target: str) -> Store:
-    return Store("verdicts", f"{target}.json", lambda contents: isinstance(contents.get("verdicts", {}), dict))
+    return Store("verdicts", target, lambda contents: isinstance(contents.get("verdicts", {}), dict))
 
 
 def passed_tests(target: str) -> bool:
@@ -49,9 +62,17 @@ def passed_tests(target: str) -> bool:
 
 def needs_check(tunable: Tunable, problem: Problem) -> bool:
     """Whether nobody vouches for a tunable."""
-    if tunable.backend == "reference" or (tunable.backend == "aten" and problem.target == "cpu"):
+    if problem.empty or tunable.backend == "reference" or (tunable.backend == "aten" and problem.target == "cpu"):
         return False
     return tunable.backend not in _OWN or not passed_tests(problem.target)
+
+
+def recalled(tunable: Tunable, problem: Problem) -> str | None:
+    """What a check has found, here or in an earlier process: what is wrong, or nothing; None where there was none."""
+    if not needs_check(tunable, problem):
+        return ""
+    key = features_of(problem), tunable
+    return _known[key] if key in _known else _stored(problem, tunable)
 
 
 def why_distrusted(
@@ -62,58 +83,88 @@ def why_distrusted(
     Raises:
         RuntimeError: It would have to be checked, while a CUDA graph is being captured.
     """
-    if problem.empty or not needs_check(tunable, problem):
+    found = recalled(tunable, problem)
+    if found is not None:
+        return found
+    if getattr(_here, "checks", False):  # what a backend under check calls itself
         return ""
-    known = features_of(problem), tunable
-    if known in _known:
-        return _known[known]
     with _lock:
-        if known not in _known:
-            found = _recall(problem, known)
-            if found is None:
-                if capturing():
-                    raise RuntimeError(
-                        f"sdpa: expected {tunable.backend} to be checked before a CUDA graph captures it, but this is "
-                        "its first call with these features; make one call of this kind before the capture"
-                    )
-                found = check(tunable, backend, problem, device)
-                _keep(problem, known, found)
-            _known[known] = found
-    return _known[known]
+        found = recalled(tunable, problem)
+        if found is not None:
+            return found
+        if capturing():
+            raise RuntimeError(
+                f"sdpa: expected {tunable.backend} to be checked before a CUDA graph captures it, but this is "
+                "its first call with these features; make one call of this kind before the capture"
+            )
+        log.debug("sdpa: first use of %s for %s, checked on a small problem", tunable, features_of(problem))
+        found = check(tunable, backend, problem, device)
+        _known[features_of(problem), tunable] = found
+        return found
 
 
 def check(tunable: Tunable, backend: Backend, problem: Problem, device: torch.device) -> str:
-    """Runs the self-check: what is wrong, or nothing. An exception is what is wrong, except for lack of memory.
+    """Runs the self-check and keeps its verdict: what is wrong, or nothing.
 
     In a thread of its own: the call that asks may be inside an operator, where autograd, which the references need, is
-    out of reach, or below modes and transforms that must not see the check.
+    out of reach, or below modes and transforms that must not see the check; and it may itself be a backward.
+
+    Raises:
+        BaseException: The references', and of the kernel's those that say nothing of it: lack of memory, a lost device.
     """
-    log.debug("sdpa: first use of %s for %s, checked on a small problem", tunable, features_of(problem))
-    found: list[str | torch.OutOfMemoryError] = []
+    found: list[str | BaseException] = []
 
     def run() -> None:
+        _here.checks = True
         try:
-            with warnings.catch_warnings():
+            # Not by autograd's own thread, which may be the one that waits.
+            with torch.autograd.set_multithreading_enabled(False), warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # PyTorch's, of its own functions that are for tests
-                found.append(drawn.check(backend, tunable.config, problem, device))
-        except torch.OutOfMemoryError as error:
+                drawing = drawn.draw(problem, device)
+                found.append(_judged(tunable, backend, problem, drawing))
+        except BaseException as error:  # noqa: BLE001 (raised in the thread that asked)
             found.append(error)
-        except Exception as error:  # noqa: BLE001 (whatever it is, the config must not run)
-            found.append(f"{type(error).__name__}: {error}")
 
     thread = threading.Thread(target=run, name="bwattn-check")
     thread.start()
     thread.join()
     (result,) = found
-    if isinstance(result, torch.OutOfMemoryError):
+    if isinstance(result, BaseException):
         raise result
     return result
 
 
-def _name(known: tuple[str, Tunable]) -> str:
+def _judged(tunable: Tunable, backend: Backend, problem: Problem, drawing: drawn.Drawing) -> str:
+    try:
+        failure = drawn.failure(backend, tunable.config, drawing)
+    except Exception as error:
+        if lacks_memory(error) or device_is_lost(error):
+            raise
+        return f"{type(error).__name__}: {error}"
+    _keep(problem, tunable, failure)
+    return failure
+
+
+def lacks_memory(error: Exception) -> bool:
+    """Whether an error is for lack of device memory, whoever raises it."""
+    if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
+        return True
+    text = str(error).lower()
+    return "out of memory" in text or "alloc_failed" in text or "can't allocate" in text
+
+
+def device_is_lost(error: Exception) -> bool:
+    """Whether after an error the device does nothing more for this process."""
+    if lacks_memory(error):
+        return False
+    text = str(error)
+    return isinstance(error, torch.AcceleratorError) or "illegal memory access" in text or "CUDA error" in text
+
+
+def _name(tunable: Tunable, problem: Problem) -> str:
     """What a verdict is of: features, tunable, and the versions that make the code."""
-    features, tunable = known
-    described = "\n".join([features, *tunable, *(f"{name} {version}" for name, version in sorted(_versions().items()))])
+    versions = (f"{name} {version}" for name, version in sorted(_versions().items()))
+    described = "\n".join([features_of(problem), *tunable, *versions])
     return hashlib.sha256(described.encode()).hexdigest()[:32]
 
 
@@ -123,29 +174,27 @@ def _versions() -> dict[str, str | None]:
     sources = hashlib.sha256()
     for path in sorted(Path(backends.__file__).parent.rglob("*.py")):
         sources.update(path.read_bytes())
-    described = {name: found.get(name) for name in (*tables.VERSIONS_THAT_COUNT, "cuda")}
+    described = {name: found.get(name) for name in (*tables.VERSIONS_THAT_COUNT, "cuda", "cudnn")}
     return {**described, "backends": sources.hexdigest()}
 
 
-def _recall(problem: Problem, known: tuple[str, Tunable]) -> str | None:
-    verdict = _store(problem.target).load().get("verdicts", {}).get(_name(known))
+def _stored(problem: Problem, tunable: Tunable) -> str | None:
+    verdict = _store(problem.target).load().get("verdicts", {}).get(_name(tunable, problem))
     if not isinstance(verdict, dict) or not isinstance(verdict.get("failure"), str):
         return None
     return str(verdict["failure"])
 
 
-def _keep(problem: Problem, known: tuple[str, Tunable], failure: str) -> None:
-    features, tunable = known
-    today = dt.datetime.now(dt.timezone.utc).strftime("%Y-%m-%d")
+def _keep(problem: Problem, tunable: Tunable, failure: str) -> None:
     verdict = {
-        "features": features,
+        "features": features_of(problem),
         "backend": tunable.backend,
         "config": tunable.config,
         "failure": failure,
-        "date": today,
+        "date": dt.datetime.now(dt.timezone.utc).strftime("%Y-%m-%d"),
     }
 
     def change(contents: dict[str, Any]) -> None:
-        contents.setdefault("verdicts", {})[_name(known)] = verdict
+        contents.setdefault("verdicts", {})[_name(tunable, problem)] = verdict
 
     _store(problem.target).update(change)

@@ -48,9 +48,7 @@ def _plain_arguments(problem: Problem, x: ForwardInputs) -> dict[str, Any]:
             from torch.nn.attention.bias import causal_lower_right
 
             return {**found, "attn_mask": causal_lower_right(problem.q_len, problem.kv_len)}
-    mask, shown = x.mask, drawn.visible(problem, x.q.device)
-    if shown is not None:
-        mask = shown if mask is None else mask & shown if mask.dtype == torch.bool else mask.where(shown, -torch.inf)
+    mask = drawn.whole_mask(problem, x)
     if mask is not None:
         found["attn_mask"] = mask
     return found

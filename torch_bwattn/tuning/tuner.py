@@ -3,20 +3,21 @@
 Work is done by processes of their own (:mod:`.worker`). Checks, which compile, run beside each other in as many as
 asked for; times are taken by one, of all tunables of a problem in turns, while nothing else runs. A tunable that does
 not answer within its limit, or takes its process with it, is left out, and the process replaced. What is found is kept
-problem by problem, so that a run that was ended goes on where it was.
+a few problems at a time, so that a run that was ended goes on where it was.
 """
 
 from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import select
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from queue import SimpleQueue
@@ -31,8 +32,13 @@ from ..selection.on_demand import TUNE, to_json
 from ..selection.tables import Measured, Tunable
 
 WORKER = (sys.executable, "-m", "torch_bwattn.tuning.worker")
+_READY = b'{"ready": true}'
 _START_LIMIT_S = 120.0
 """What a new process is given to import what it needs."""
+
+
+_AT_ONCE = 8
+"""Problems whose tunables are checked before any of them is timed."""
 
 
 class NoAnswer(Exception):
@@ -47,11 +53,13 @@ class Worker:
         self._process: subprocess.Popen[bytes] | None = None
         self._buffer = b""
 
-    def ask(self, request: dict[str, Any], limit_s: float) -> dict[str, Any]:
-        """The reply to a request.
+    def ask(
+        self, request: dict[str, Any], limit_s: float, wanted: Mapping[str, Callable[[Any], Any]]
+    ) -> dict[str, Any]:
+        """What is ``wanted`` of the reply to a request, each as the function of it that is given.
 
         Raises:
-            NoAnswer: There is none within the limit, or the process died.
+            NoAnswer: There is none within the limit, it is no such reply, or the process died.
         """
         try:
             if self._process is None:
@@ -60,12 +68,14 @@ class Worker:
                     self._command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
                     start_new_session=True, env={**os.environ, TUNE: "0"},
                 )  # fmt: skip
-                self._read_line(self._process, _START_LIMIT_S)
+                while self._read_line(self._process, _START_LIMIT_S) != _READY:
+                    pass  # what is printed while modules load
             self._write_line(self._process, json.dumps(request).encode())
-            return dict(json.loads(self._read_line(self._process, limit_s)))
-        except (OSError, ValueError) as error:
+            reply = json.loads(self._read_line(self._process, limit_s))
+            return {name: kind(reply[name]) for name, kind in wanted.items()}
+        except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
             self.end()
-            raise NoAnswer(f"its process died ({error})") from error
+            raise NoAnswer(f"its process died, or answered with nonsense ({error})") from error
         except NoAnswer:
             self.end()
             raise
@@ -86,7 +96,9 @@ class Worker:
                 raise NoAnswer(f"no answer within {limit_s:g} s")
             read = os.read(output.fileno(), 1 << 16)
             if not read:
-                raise NoAnswer(f"its process ended with status {process.wait()}")
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    raise NoAnswer(f"its process ended with status {process.wait(timeout=1.0)}")
+                raise NoAnswer("its process has closed its output")
             self._buffer += read
         line, _, self._buffer = self._buffer.partition(b"\n")
         return line
@@ -111,7 +123,7 @@ class Options:
 
     Attributes:
         jobs: Processes that check beside each other.
-        limit_s: What one tunable's check, or a problem's times, may take.
+        limit_s: What one tunable's check may take, and what all times of a problem may.
         budget: Of :class:`torch_bwattn.bench.timing.Budget`, for each tunable of a problem.
         again: Whether what is known is measured anew.
         command: What starts a worker.
@@ -150,6 +162,8 @@ def one_of_each_key(problems: Iterable[Problem]) -> dict[Key, Problem]:
     found: dict[Key, Problem] = {}
     for problem in problems:
         key = key_of(problem)
+        if problem.empty:
+            continue
         if key not in found or size(problem) > size(found[key]):
             found[key] = problem
     return found
@@ -189,20 +203,24 @@ def tune(
             done += 1
             advance(done, total)
 
-    failures = _check_all(checks, options, step)
     described = describe() if describe else _describe(todo.values())
-    outcomes, timer = [], Worker(options.command)
+    outcomes: list[Outcome] = []
+    timer, keys = Worker(options.command), list(todo)
     try:
-        for key, problem in todo.items():
-            mine = {tunable: failures[problem, tunable] for of, tunable in checks if of is problem}
-            outcome = _time(key, problem, mine, timer, options)
-            for tunable, reason in outcome.failures.items():
-                log(f"{key}: {tunable} left out: {reason}")
-            if outcome.ranking:
-                log(f"{key}: {outcome.ranking[0].tunable}, {outcome.ranking[0].ms:.4f} ms")
-                _keep(problem, outcome, described)
-            outcomes.append(outcome)
-            step()
+        for first in range(0, len(keys), _AT_ONCE):
+            some = {key: todo[key] for key in keys[first : first + _AT_ONCE]}
+            of_some = [(problem, tunable) for problem, tunable in checks if problem in some.values()]
+            failures = _check_all(of_some, options, step)
+            for key, problem in some.items():
+                mine = {tunable: failures[of, tunable] for of, tunable in of_some if of is problem}
+                outcome = _time(key, problem, mine, timer, options)
+                for tunable, reason in outcome.failures.items():
+                    log(f"{key}: {tunable} left out: {reason}")
+                if outcome.ranking:
+                    log(f"{key}: {outcome.ranking[0].tunable}, {outcome.ranking[0].ms:.4f} ms")
+                    _keep(problem, outcome, described)
+                outcomes.append(outcome)
+                step()
     finally:
         timer.end()
     return outcomes
@@ -232,7 +250,7 @@ def _check_all(
         worker = workers.get()
         try:
             request = {"do": "check", "problem": to_json(problem), "tunable": list(tunable)}
-            return str(worker.ask(request, options.limit_s)["failure"])
+            return str(worker.ask(request, options.limit_s, {"failure": str})["failure"])
         except NoAnswer as error:
             return str(error)
         finally:
@@ -245,6 +263,22 @@ def _check_all(
     finally:
         for worker in all_workers:
             worker.end()
+
+
+def times_of(count: int) -> dict[str, Callable[[Any], Any]]:
+    """What a worker's reply to a request for so many times must have."""
+
+    def times(found: Any) -> list[float | None]:
+        if len(found) != count or not all(ms is None or 0.0 < ms < math.inf for ms in found):
+            raise ValueError(f"expected {count} times, got {found}")
+        return list(found)
+
+    def reasons(found: Any) -> list[str]:
+        if len(found) != count:
+            raise ValueError(f"expected {count} reasons, got {found}")
+        return [str(reason) for reason in found]
+
+    return {"ms": times, "failures": reasons}
 
 
 def _time(key: Key, problem: Problem, checked: dict[Tunable, str], timer: Worker, options: Options) -> Outcome:
@@ -260,11 +294,9 @@ def _time(key: Key, problem: Problem, checked: dict[Tunable, str], timer: Worker
         "budget": options.budget,
     }
     try:
-        reply = timer.ask(request, options.limit_s)
+        reply = timer.ask(request, options.limit_s, times_of(len(passed)))
     except NoAnswer as error:
         return Outcome(key, (), {**failures, **dict.fromkeys(passed, str(error))})
-    if "ms" not in reply:
-        return Outcome(key, (), {**failures, **dict.fromkeys(passed, str(reply.get("failure")))})
     found = []
     for tunable, ms, reason in zip(passed, reply["ms"], reply["failures"], strict=True):
         if ms is None:

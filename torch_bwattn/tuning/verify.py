@@ -1,8 +1,8 @@
 """How good the choice is where no table names the problem: beside all its candidates, and beside plain PyTorch.
 
-Problems are drawn by a seed over all features. For each, every candidate is timed in turns with the operator as users
-call it, which chooses, and with ``F.scaled_dot_product_attention`` where that can say the problem. The user's own table
-is left out of the choice only in so far as problems whose key it has are not drawn.
+Problems are drawn by a seed over the features that models have. For each, every candidate is timed in turns with the
+operator as users call it, which chooses, and with ``F.scaled_dot_product_attention`` where that can say the problem.
+Problems whose key a table has are not drawn.
 """
 
 from __future__ import annotations
@@ -135,10 +135,8 @@ def _verify(problem: Problem, worker: tuner.Worker, options: tuner.Options) -> V
         "do": "time", "problem": to_json(problem), "tunables": names + others, "budget": options.budget,
     }  # fmt: skip
     try:
-        reply = worker.ask(request, options.limit_s)
+        reply = worker.ask(request, options.limit_s, tuner.times_of(len(names + others)))
     except tuner.NoAnswer:
-        return None
-    if "ms" not in reply:
         return None
     times = {tuple(name): ms for name, ms in zip(names + others, reply["ms"], strict=True)}
     reasons = zip(names + others, reply["failures"], strict=True)

@@ -14,6 +14,8 @@ from __future__ import annotations
 import json
 import os
 import sys
+import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TextIO
 
@@ -44,7 +46,7 @@ def device_of(problem: Problem) -> torch.device:
 def check(problem: Problem, backend: str, config: str) -> str:
     """What is wrong with a tunable, or nothing: its results on a small problem, and that it runs this one."""
     found = get_backend(backend)
-    failure = drawn.check(found, config, problem, device_of(problem))
+    failure = drawn.failure(found, config, drawn.draw(problem, device_of(problem)))
     if failure:
         return failure
     result = work_of(problem, backend, config, _inputs(problem))()
@@ -96,8 +98,8 @@ def measure(
 
 def answer(request: Mapping[str, Any]) -> dict[str, Any]:
     """The reply to one request; what goes wrong is in it."""
-    problem = from_json(request["problem"])
     try:
+        problem = from_json(request["problem"])
         with torch.no_grad():
             if request["do"] == "check":
                 backend, config = request["tunable"]
@@ -105,9 +107,10 @@ def answer(request: Mapping[str, Any]) -> dict[str, Any]:
             times, failures = measure(problem, [(b, c) for b, c in request["tunables"]], request["budget"])
             return {"ms": times, "failures": failures}
     except Exception as error:  # noqa: BLE001 (it is the answer)
-        return {"failure": describe_failure(error)}
+        count = len(request.get("tunables", ()))
+        return {"failure": describe_failure(error), "ms": [None] * count, "failures": [describe_failure(error)] * count}
     finally:
-        if problem.target != "cpu":
+        if torch.cuda.is_initialized():
             torch.cuda.empty_cache()
 
 
@@ -118,8 +121,16 @@ def serve(requests: TextIO, replies: TextIO) -> None:
         print(json.dumps(answer(json.loads(line))), file=replies, flush=True)
 
 
+def _end_with(parent: int) -> None:
+    """Ends this process when its parent has ended: a kernel that hangs would not read the end of the requests."""
+    while os.getppid() == parent:
+        time.sleep(1.0)
+    os._exit(1)
+
+
 def main() -> None:
-    """Keeps the standard output for replies and serves."""
+    """Keeps the standard output for replies and serves, as long as the process that started this one lives."""
+    threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
     replies = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     serve(sys.stdin, replies)

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from torch_bwattn import storage
 from torch_bwattn.backends.cute import compile as compiling
 from torch_bwattn.backends.cute import disk, loader
 
@@ -27,7 +28,7 @@ def cache(tmp_path, monkeypatch):
     monkeypatch.setenv("BWATTN_CACHE_DIR", str(folder))
     monkeypatch.delenv("BWATTN_CUTE_DISK_CACHE", raising=False)
     monkeypatch.setattr(compiling, "_functions", {})
-    monkeypatch.setattr(disk, "_told", set())
+    monkeypatch.setattr(storage, "_told", set())
     # A source saved while the tests run is no reason to test less.
     monkeypatch.setattr(disk, "_imported_at", float("inf"))
     return folder

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ...layout import dense_strides, empty_like_order
-from ...problem import Problem, suits_bulk_copies
+from ...problem import Problem, dtype_name, suits_bulk_copies
 from .. import reference, sinks
 from ..base import BackwardInputs, ForwardInputs, Grads, Wanted
 from . import configs
@@ -137,7 +137,7 @@ class Forward:
 def preprocess_key(problem: Problem, wide: bool) -> KernelKey:
     """What decides the code that prepares a backward; ``wide``: O and dO have contiguous, aligned rows."""
     return KernelKey(
-        "backward_preprocess", ARCH, (configs.dtype_name(problem), problem.value_dim, wide, problem.lse_grad)
+        "backward_preprocess", ARCH, (dtype_name(problem.dtype), problem.value_dim, wide, problem.lse_grad)
     )
 
 
@@ -151,7 +151,7 @@ def postprocess_key(problem: Problem, config: configs.BackwardConfig) -> KernelK
     return KernelKey(
         "backward_postprocess",
         ARCH,
-        (configs.dtype_name(problem), problem.head_dim, configs.postprocess(problem, config), False, False),
+        (dtype_name(problem.dtype), problem.head_dim, configs.postprocess(problem, config), False, False),
     )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from ...problem import Problem
+from ...problem import Problem, dtype_name
 from .parts.accumulators import WARP, WARP_GROUP, Accumulator
 
 WIDEST = 256
@@ -158,15 +158,10 @@ def packed_heads(problem: Problem) -> int:
     return group if group > 1 and SLAB % group == 0 and problem.q_len < SLAB else 1
 
 
-def dtype_name(problem: Problem) -> str:
-    """As kernels are told it."""
-    return str(problem.dtype).removeprefix("torch.")
-
-
 def features(problem: Problem) -> ForwardFeatures:
     """The features of a problem."""
     return ForwardFeatures(
-        dtype=dtype_name(problem),
+        dtype=dtype_name(problem.dtype),
         head_dim=problem.head_dim,
         value_dim=problem.value_dim,
         right=problem.diagonal is not None,
@@ -289,7 +284,7 @@ def counts_tiles(problem: Problem, config: ForwardConfig) -> bool:
 def backward_features(problem: Problem) -> BackwardFeatures:
     """The backward's features of a problem."""
     return BackwardFeatures(
-        dtype=dtype_name(problem),
+        dtype=dtype_name(problem.dtype),
         head_dim=problem.head_dim,
         value_dim=problem.value_dim,
         right=problem.diagonal is not None,

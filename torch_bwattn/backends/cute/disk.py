@@ -24,6 +24,7 @@ import time
 from pathlib import Path
 
 from ... import storage
+from ...errors import SettingError
 from . import loader
 
 log = logging.getLogger(__name__)
@@ -47,7 +48,6 @@ _DISTRIBUTIONS = (
 _SETTINGS_LEFT_OUT = ("CUTE_DSL_ARCH", "CUTE_DSL_CACHE_DIR", "CUTE_DSL_LIBS")
 
 _imported_at = time.time()
-_told: set[str] = set()
 
 
 def folder() -> Path | None:
@@ -62,7 +62,7 @@ def folder() -> Path | None:
     """
     switch = os.environ.get("BWATTN_CUTE_DISK_CACHE", "1")
     if switch not in ("0", "1"):
-        raise ValueError(f"BWATTN_CUTE_DISK_CACHE: expected '0' or '1', got {switch!r}")
+        raise SettingError(f"BWATTN_CUTE_DISK_CACHE: expected '0' or '1', got {switch!r}")
     if switch == "0":
         return None
     try:
@@ -153,6 +153,4 @@ def _processor() -> str:
 
 
 def _tell_once(reason: str) -> None:
-    if reason not in _told:
-        _told.add(reason)
-        log.warning("kernels are compiled anew by each process, because %s", reason)
+    storage.tell_once(log, f"kernels are compiled anew by each process, because {reason}")

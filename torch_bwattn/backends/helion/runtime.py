@@ -29,6 +29,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from ...errors import SettingError
 from . import loader, pretend, specialization
 
 if TYPE_CHECKING:
@@ -52,7 +53,7 @@ def use_triton_launcher() -> bool:
     """
     value = os.environ.get("BWATTN_HELION_LAUNCHER", "direct")
     if value not in ("direct", "triton"):
-        raise ValueError(f"BWATTN_HELION_LAUNCHER: expected 'direct' or 'triton', got {value!r}")
+        raise SettingError(f"BWATTN_HELION_LAUNCHER: expected 'direct' or 'triton', got {value!r}")
     return value == "triton"
 
 
