@@ -53,7 +53,8 @@ def _small_window(problem: Problem, q_len: int, kv_len: int) -> tuple[int | None
         offset = problem.kv_len - problem.q_len
         near = (0, 0) if abs(diagonal) <= abs(diagonal - offset) else (offset, kv_len - q_len)
         most = min(q_len, kv_len) // 2
-        return near[1] + max(-most, min(diagonal - near[0], most))
+        found = near[1] + max(-most, min(diagonal - near[0], most))
+        return min(found, -1) if diagonal < 0 else max(found, 0)  # whether some rows see nothing is a feature
 
     if high is None or low is None:
         return None if high is None else moved(high), None if low is None else moved(low)
