@@ -205,12 +205,12 @@ def tune(
 
     described = describe() if describe else _describe(todo.values())
     outcomes: list[Outcome] = []
-    timer, keys = Worker(options.command), list(todo)
+    checkers, timer, keys = _Checkers(options), Worker(options.command), list(todo)
     try:
         for first in range(0, len(keys), _AT_ONCE):
             some = {key: todo[key] for key in keys[first : first + _AT_ONCE]}
             of_some = [(problem, tunable) for problem, tunable in checks if problem in some.values()]
-            failures = _check_all(of_some, options, step)
+            failures = checkers.check(of_some, step)
             for key, problem in some.items():
                 mine = {tunable: failures[of, tunable] for of, tunable in of_some if of is problem}
                 outcome = _time(key, problem, mine, timer, options)
@@ -222,6 +222,7 @@ def tune(
                 outcomes.append(outcome)
                 step()
     finally:
+        checkers.end()
         timer.end()
     return outcomes
 
@@ -235,33 +236,39 @@ def _keep(problem: Problem, outcome: Outcome, described: dict[str, Any]) -> None
     tables.tuned(problem.target).update(lambda contents: tables.add(contents, outcome.key, outcome.ranking, described))
 
 
-def _check_all(
-    checks: Sequence[tuple[Problem, Tunable]], options: Options, step: Callable[[], None]
-) -> dict[tuple[Problem, Tunable], str]:
-    """Checks beside each other: what is wrong with each tunable, or nothing."""
-    workers: SimpleQueue[Worker] = SimpleQueue()
-    jobs = max(1, min(options.jobs, len(checks)))
-    all_workers = [Worker(options.command) for _ in range(jobs)]
-    for worker in all_workers:
-        workers.put(worker)
+class _Checkers:
+    """Workers that check tunables beside each other."""
 
-    def one(check: tuple[Problem, Tunable]) -> str:
-        problem, tunable = check
-        worker = workers.get()
-        try:
-            request = {"do": "check", "problem": to_json(problem), "tunable": list(tunable)}
-            return str(worker.ask(request, options.limit_s, {"failure": str})["failure"])
-        except NoAnswer as error:
-            return str(error)
-        finally:
-            workers.put(worker)
-            step()
+    def __init__(self, options: Options) -> None:
+        self._options = options
+        self._all = [Worker(options.command) for _ in range(max(1, options.jobs))]
+        self._free: SimpleQueue[Worker] = SimpleQueue()
+        for worker in self._all:
+            self._free.put(worker)
 
-    try:
-        with ThreadPoolExecutor(jobs) as pool:
+    def check(
+        self, checks: Sequence[tuple[Problem, Tunable]], step: Callable[[], None]
+    ) -> dict[tuple[Problem, Tunable], str]:
+        """What is wrong with each tunable, or nothing."""
+
+        def one(check: tuple[Problem, Tunable]) -> str:
+            problem, tunable = check
+            worker = self._free.get()
+            try:
+                request = {"do": "check", "problem": to_json(problem), "tunable": list(tunable)}
+                return str(worker.ask(request, self._options.limit_s, {"failure": str})["failure"])
+            except NoAnswer as error:
+                return str(error)
+            finally:
+                self._free.put(worker)
+                step()
+
+        with ThreadPoolExecutor(len(self._all)) as pool:
             return dict(zip(checks, pool.map(one, checks), strict=True))
-    finally:
-        for worker in all_workers:
+
+    def end(self) -> None:
+        """Ends them all."""
+        for worker in self._all:
             worker.end()
 
 
