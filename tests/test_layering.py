@@ -22,7 +22,7 @@ LAYERS = (
     ("selection",),
     ("ops",),
     ("api",),
-    ("integrations", "bench", "tuning"),
+    ("integrations", "bench", "tuning", "crosscompile"),
     ("cli",),
     ("__main__", "__init__"),
 )

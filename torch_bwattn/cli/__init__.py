@@ -1,4 +1,4 @@
-"""The command line: ``python -m torch_bwattn {info, run, bench, tune}``.
+"""The command line: ``python -m torch_bwattn {info, run, bench, tune, compile}``.
 
 A command is a module here with ``SUMMARY``, ``configure(parser)`` and ``main(namespace) -> int``, loaded when it is
 asked for.
@@ -11,12 +11,13 @@ import importlib
 import sys
 from collections.abc import Sequence
 
-COMMANDS = ("info", "run", "bench", "tune")
+COMMANDS = ("info", "run", "bench", "tune", "compile")
 
 _SUMMARIES = {
     "info": "print versions, devices, backends and why any is missing",
     "run": "run a Python script with scaled_dot_product_attention replaced",
     "bench": "check and time attention on this machine's GPU, beside its peers",
+    "compile": "compile all kernels for a GPU that is not here, and say what they became",
     "tune": "measure which backend and config is fastest for your problems",
 }
 
@@ -32,7 +33,7 @@ def main(argv: Sequence[str]) -> int:
     """
     program = "python -m torch_bwattn"
     parser = argparse.ArgumentParser(prog=program, description="Attention kernels chosen per device.")
-    lines = "\n".join(f"  {name:<6} {_SUMMARIES[name]}" for name in COMMANDS)
+    lines = "\n".join(f"  {name:<7} {_SUMMARIES[name]}" for name in COMMANDS)
     parser.epilog = f"commands:\n{lines}\n\n'{program} COMMAND --help' describes one."
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("command", choices=COMMANDS, metavar="COMMAND", help=", ".join(COMMANDS))

@@ -179,7 +179,8 @@ def _versions() -> dict[str, str | None]:
 
 
 def _stored(problem: Problem, tunable: Tunable) -> str | None:
-    verdict = _store(problem.target).load().get("verdicts", {}).get(_name(tunable, problem))
+    kept = _store(problem.target).load().get("verdicts")
+    verdict = kept.get(_name(tunable, problem)) if kept else None
     if not isinstance(verdict, dict) or not isinstance(verdict.get("failure"), str):
         return None
     return str(verdict["failure"])

@@ -120,6 +120,18 @@ _WINDOW_FORWARD = {128: Config(128, 64, 8, 3)}
 _FP32_FORWARD = {64: Config(32, 32, 4, 2), 128: Config(32, 64, 8, 1), 256: Config(16, 16, 4, 2)}
 
 
+_TENSOR_MEMORY = ((10, 0), (10, 3))
+"""Targets whose products accumulate in tensor memory. Their tiles were chosen by compiling alone, none was timed: the
+largest at which nothing spills, where Hopper's spills (192 to 1,104 bytes a thread in dK and dV) or, at width 256, asks
+for 259 KiB of shared memory, more than there is."""
+
+_TENSOR_MEMORY_FORWARD = {(256, "plain"): Config(128, 32, 8, 2)}
+
+
+def _has_tensor_memory(problem: Problem) -> bool:
+    return capability(problem.target) in _TENSOR_MEMORY
+
+
 def forward(problem: Problem) -> Config:
     """The forward's config."""
     width, work = _width(problem), _work(problem)
@@ -129,6 +141,8 @@ def forward(problem: Problem) -> Config:
         wide = width <= 64 or (width <= 128 and work == "plain")
         return Config(64, 64 if wide else 32, 4, 2 if width <= 128 else 1)
     usual = _FORWARD[width, work]
+    if _has_tensor_memory(problem) and (width, work) in _TENSOR_MEMORY_FORWARD:
+        return _TENSOR_MEMORY_FORWARD[width, work]
     if work == "plain" and problem.kv_len <= SHORT_KV_LEN:
         return _SHORT_FORWARD.get((width, problem.diagonal is not None), usual)
     if work == "plain" and problem.low_diagonal is not None:
@@ -168,6 +182,13 @@ _DKV = {
     (256, "bool"): _keys_first(64, 64, 8, 2),
     (256, "additive"): _keys_first(64, 64, 8, 1),
     (256, "dropout"): _keys_first(64, 64, 8, 2),
+}
+
+# Without spills at widths 64 and 128; at 256 64 to 80 bytes, 64x64 112. Bytes for 128: 64x64 2s 368, 32x64 2s 64.
+_TENSOR_MEMORY_DKV = {
+    64: _keys_first(64, 64, 8, 2),
+    128: _keys_first(64, 64, 8, 1),
+    256: _keys_first(32, 64, 8, 1),
 }
 
 # dQ, shapes likewise: width 64 128x64 4w 3s 4.96/2.79, 64x64 4w 3s 5.76/2.93; width 128 128x64 8w 3s 10.8/5.5, 128x128
@@ -217,7 +238,8 @@ def backward(problem: Problem) -> dict[str, Config]:
         tile = Config(*numbers)
         chosen = {"dkv": _keys_first(*numbers), "dq": tile, "excess": tile, "mask_grad": tile}
     else:
-        chosen = {"dkv": _DKV[width, work], "dq": _DQ[width, work]}
+        dkv = _TENSOR_MEMORY_DKV[width] if _has_tensor_memory(problem) else _DKV[width, work]
+        chosen = {"dkv": dkv, "dq": _DQ[width, work]}
         if (width, work) == (128, "additive") and problem.dropout_p > 0.0:
             # The table's tile would take 232 KiB of shared memory with a float32 mask; this is the next best, 0.94.
             chosen["dq"] = Config(64, 64, 4, 2)

@@ -6,6 +6,7 @@ own ptxas), so judge a config under the version that will run it.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import importlib
 import re
@@ -18,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 from . import runtime
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,7 +31,7 @@ class CompileReport:
         stack_bytes: Local memory per thread; Triton puts nothing but spills there.
         shared_bytes: Shared memory per block.
         counts: Instructions in the PTX text: wgmma, mma_sync, cp_async, tma, ldmatrix, ld_global_v4 (128-bit loads),
-            st_global_v4, ex2, bar_sync.
+            st_global_v4, ex2, setmaxnreg, f32x2 (packed arithmetic), bar_sync.
         seconds: Time to bind and compile.
         ptx: The PTX text.
         ttgir: The TritonGPU IR text.
@@ -65,6 +66,8 @@ _COUNTED = {
     "ld_global_v4": r"ld\.global\.\S*v4|ld\.global\.\S*v2\.b64",
     "st_global_v4": r"st\.global\.\S*v4|st\.global\.\S*v2\.b64",
     "ex2": r"ex2\.approx",
+    "setmaxnreg": r"setmaxnreg",
+    "f32x2": r"\.f32x2",
     "bar_sync": r"bar\.sync|barrier\.cta\.sync",
 }
 
@@ -92,6 +95,30 @@ def compile_report(
     start = time.perf_counter()
     binary = runtime.compile_only(family, args, config, capability, aligned=aligned)
     return report(binary, family.name, capability, time.perf_counter() - start)
+
+
+Prepared = tuple[runtime.KernelFamily, "Sequence[Any]", "Mapping[str, Any]"]
+
+
+@contextlib.contextmanager
+def collected() -> Iterator[list[Prepared]]:
+    """Inside, preparing a launch only notes what it is of, and launching does nothing: for the whole process.
+
+    Yields:
+        What was prepared: the kernel, its arguments and its config.
+    """
+    found: list[Prepared] = []
+
+    def prepare(family: runtime.KernelFamily, arguments: Sequence[Any], config: Mapping[str, Any]) -> Any:
+        found.append((family, arguments, config))
+        return lambda *_: None
+
+    original = runtime.KernelFamily.prepare
+    runtime.KernelFamily.prepare = prepare  # type: ignore[method-assign, assignment]
+    try:
+        yield found
+    finally:
+        runtime.KernelFamily.prepare = original  # type: ignore[method-assign]
 
 
 def report(binary: Any, name: str, capability: tuple[int, int], seconds: float = 0.0) -> CompileReport:

@@ -1,0 +1,101 @@
+"""The lane that compiles for GPUs that are not there. What it finds of all kernels is the command's own report."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+
+from torch_bwattn import cli
+from torch_bwattn.backends.cute import loader as cute_loader
+from torch_bwattn.backends.helion import loader as helion_loader
+from torch_bwattn.crosscompile import lane
+from torch_bwattn.problem import Problem
+
+PLAIN = Problem("sm_100a", torch.bfloat16, 1, 4, 2, 300, 300, 64, 64, 0.125)
+FINE = lane.Compiled("helion", "attention_forward", "forward", "64x64", "tcgen05", 8, 0, 0, 0, 200, 0, 60000, 1.0)
+
+
+def test_every_kind_of_problem_is_compiled_once():
+    found = lane.problems("sm_90a")
+    assert len(found) == len(set(found))
+    for field in ("mask_dtype", "softcap", "sink_dtype", "diagonal", "low_diagonal"):
+        assert any(getattr(problem, field) is not None for problem in found)
+    assert any(problem.dropout_p for problem in found)
+    assert {problem.head_dim for problem in found} == {64, 96, 128, 192, 256}
+
+
+@pytest.mark.parametrize(
+    ("target", "product"),
+    [
+        ("sm_80", "mma_sync"),
+        ("sm_90a", "wgmma"),
+        ("sm_100a", "tcgen05"),
+        ("sm_103a", "tcgen05"),
+        ("sm_120a", "mma_sync"),
+    ],
+)
+def test_each_target_has_its_matrix_instruction(target, product):
+    assert lane.product_of(target) == product
+
+
+@pytest.mark.parametrize(
+    ("change", "word"),
+    [
+        ({}, ""), ({"product": "mma_sync"}, "expected tcgen05, got mma_sync"),
+        ({"product": ""}, "no matrix instruction"),
+        ({"spilled_bytes": 8}, "spills 8 bytes"),
+        ({"kernel": "attention_dkv", "spilled_bytes": 8}, ""),
+        ({"shared_bytes": 240000}, "240000 bytes of shared memory"),
+        ({"kernel": "attention_delta", "product": ""}, ""),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_faults(change, word):
+    faults = lane._judged(PLAIN, dataclasses.replace(FINE, **change)).faults
+    assert word in "".join(faults)
+    assert bool(faults) == bool(word)
+
+
+@pytest.mark.skipif(helion_loader.why_missing() is not None, reason="needs Helion")
+@pytest.mark.parametrize("target", ["sm_80", "sm_100a"])
+def test_helion_compiles_for_what_is_not_there(target, monkeypatch):
+    monkeypatch.setattr(lane, "problems", lambda _: [dataclasses.replace(PLAIN, target=target)])
+    (found,) = lane.run(target, ("helion",))
+    assert not found.faults
+    assert (found.product, found.kernel) == (lane.product_of(target), "attention_forward")
+    assert "forward" in lane.table([found])
+
+
+@pytest.mark.skipif(cute_loader.why_missing() is not None, reason="needs CuTe-DSL")
+def test_cute_compiles_for_hopper_and_is_not_for_others(monkeypatch):
+    problem = dataclasses.replace(PLAIN, target="sm_90a", backward=True)
+    monkeypatch.setattr(lane, "problems", lambda _: [problem, dataclasses.replace(problem, target="sm_80")])
+    found = lane.run("sm_90a", ("cute",))
+    assert [one.kernel for one in found] == ["backward_preprocess", "backward_sm90", "backward_postprocess"]
+    assert not any(one.faults for one in found)
+    assert found[1].setmaxnreg
+    assert found[1].bulk_copies
+
+
+def test_what_does_not_compile_is_a_fault(monkeypatch):
+    def fail(*_):
+        raise RuntimeError("no such instruction")
+
+    monkeypatch.setattr(lane, "compile_problem", fail)
+    (found,) = lane._unit((PLAIN, "helion"))
+    assert "no such instruction" in found.faults[0]
+
+
+@pytest.mark.parametrize("argv", [["--target", "sm_1"], ["--target", "sm_80", "--jobs", "0"]])
+def test_wrong_usage(argv, capsys):
+    assert cli.main(["compile", *argv]) == 2
+    assert "expected" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("faults", [(), ("it is slow",)])
+def test_the_status_says_whether_there_is_a_fault(monkeypatch, capsys, faults):
+    monkeypatch.setattr(lane, "run", lambda *_, **__: [dataclasses.replace(FINE, faults=faults)])
+    assert cli.main(["compile", "--target", "sm_100a"]) == int(bool(faults))
+    assert ("it is slow" in capsys.readouterr().out) is bool(faults)

@@ -1,0 +1,1 @@
+"""What kernels become on a GPU that is not there. See :mod:`torch_bwattn.crosscompile.lane`."""

@@ -1,0 +1,256 @@
+"""Compiles what the package would use on a target, on a machine without that GPU, and says what became of it.
+
+For each kind of problem and both directions, the config that each backend chooses itself is compiled to the target's
+machine code: by Triton for Helion's kernels, for a GPU that :mod:`..backends.helion.pretend` pretends, and by CuTe-DSL
+for the hand-written ones, which name their architecture. Nothing runs. A kernel has a *fault* where the target's matrix
+instruction is missing, where it spills more than is known, or where it asks for more shared memory than there is.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import multiprocessing
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from typing import Any
+
+import torch
+
+from ..problem import Problem
+from ..selection import drawn
+from ..selection.choose import get_backend
+from ..selection.key import kind_of
+from ..target import capability
+
+TARGETS = ("sm_80", "sm_90a", "sm_100a", "sm_103a", "sm_120a")
+_PRODUCTS = {(9, 0): "wgmma", (10, 0): "tcgen05", (10, 3): "tcgen05"}
+_KINDS_OF_PRODUCTS = ("tcgen05", "wgmma", "mma_sync")
+_WITHOUT_PRODUCTS = ("attention_delta", "backward_preprocess", "backward_postprocess")
+_SHARED_BYTES = {(8, 0): 166912, (9, 0): 232448, (10, 0): 232448, (10, 3): 232448, (12, 0): 101376}
+
+
+@dataclasses.dataclass(frozen=True)
+class Compiled:
+    """One kernel on the target.
+
+    Attributes:
+        backend: Whose it is.
+        kernel: Its name.
+        problem: The kind of problem that it was compiled for.
+        config: Its config.
+        product: The matrix instruction that it has, or none.
+        products: How many.
+        bulk_copies: Tensor copies by TMA.
+        setmaxnreg: Instructions that move registers between warps.
+        f32x2: Packed float32 instructions.
+        registers: Per thread at launch.
+        spilled_bytes: Local memory per thread.
+        shared_bytes: Shared memory per block.
+        seconds: To compile.
+        faults: What must not be, a sentence each.
+    """
+
+    backend: str
+    kernel: str
+    problem: str
+    config: str
+    product: str
+    products: int
+    bulk_copies: int
+    setmaxnreg: int
+    f32x2: int
+    registers: int
+    spilled_bytes: int
+    shared_bytes: int
+    seconds: float
+    faults: tuple[str, ...] = ()
+
+
+def product_of(target: str) -> str:
+    """The matrix instruction of a target: tcgen05 from 10.0 on, wgmma at 9.0, mma.sync elsewhere (12.0 among them)."""
+    return _PRODUCTS.get(capability(target) or (0, 0), "mma_sync")
+
+
+def problems(target: str) -> list[Problem]:
+    """One problem of each kind that has kernels of its own: all features at width 128, the widths without."""
+
+    def plain(width: int, value_dim: int = 0, dtype: torch.dtype = torch.bfloat16) -> Problem:
+        return Problem(target, dtype, 1, 4, 2, 300, 300, width, value_dim or width, width**-0.5)
+
+    mask = (1, 1, 300, 300)
+    features: tuple[dict[str, Any], ...] = (
+        {}, {"diagonal": 0}, {"diagonal": 0, "low_diagonal": -100}, {"softcap": 30.0}, {"sink_dtype": torch.float32},
+        {"mask_dtype": torch.bool, "mask_sizes": mask}, {"mask_dtype": torch.bfloat16, "mask_sizes": mask},
+        {"dropout_p": 0.1},
+    )  # fmt: skip
+    found = [dataclasses.replace(plain(128), **fields) for fields in features]
+    for width in (plain(64), plain(96), plain(192, 128), plain(256)):
+        found += [width, dataclasses.replace(width, diagonal=0)]
+    found.append(plain(64, dtype=torch.float32))
+    return [dataclasses.replace(problem, backward=backward) for problem in found for backward in (False, True)]
+
+
+def compile_problem(problem: Problem, backend: str) -> list[Compiled]:
+    """The kernels of one backend for a problem; empty where it refuses it."""
+    verdict = get_backend(backend).supports(problem)
+    if not verdict or get_backend(backend).missing():
+        return []
+    return list({"helion": _helion, "cute": _cute}[backend](problem))
+
+
+def _helion(problem: Problem) -> Iterator[Compiled]:
+    from ..backends.helion import report
+
+    backend, x = get_backend("helion"), drawn.inputs(problem, "cpu")
+    with report.collected() as prepared:
+        if problem.backward:
+            made_up = drawn.made_up(problem, x, drawn.gradient_of(problem, x))
+            backend.backward(problem)(made_up, drawn.wanted(problem))
+        else:
+            backend.forward(problem)(x)
+    target = capability(problem.target) or (0, 0)
+    for family, arguments, config in prepared:
+        found = report.compile_report(family, arguments, config, capability=target)
+        product = next((kind for kind in _KINDS_OF_PRODUCTS if found.counts[kind]), "")
+        yield _judged(
+            problem,
+            Compiled(
+                "helion", found.name, _words(problem), _line(config), product, found.counts.get(product, 0),
+                found.counts["tma"], found.counts["setmaxnreg"], found.counts["f32x2"], found.registers,
+                found.stack_bytes, found.shared_bytes, found.seconds,
+            ),
+        )  # fmt: skip
+
+
+def _words(problem: Problem) -> str:
+    return kind_of(problem) + (" sink" if problem.sink_dtype is not None else "")
+
+
+def _line(config: Mapping[str, Any]) -> str:
+    sizes = "x".join(map(str, config["block_sizes"]))
+    return f"{sizes}, {config['num_warps']} warps, {config['num_stages']} stages"
+
+
+def _cute(problem: Problem) -> Iterator[Compiled]:
+    from ..backends.cute import calls, configs, report
+
+    if problem.backward:
+        chosen = configs.backward(problem)
+        keys = [
+            calls.preprocess_key(problem, wide=True),
+            calls.backward_key(problem, chosen),
+            calls.postprocess_key(problem, chosen),
+        ]
+        config = str(chosen)
+    else:
+        keys, config = [calls.forward_key(problem, configs.forward(problem))], str(configs.forward(problem))
+    for key in keys:
+        for found in report.compile_report(key, calls.build_of(key)):
+            copies = sum(found.counts[name] for name in ("UTMALDG", "UTMASTG", "UTMAREDG"))
+            compiled = Compiled(
+                "cute", found.name, _words(problem), config, "wgmma" if found.counts["HGMMA"] else "",
+                found.counts["HGMMA"], copies, found.counts["setmaxnreg"], 0, found.registers, found.frame_bytes,
+                found.static_shared_bytes + (found.dynamic_shared_bytes or 0), found.seconds, found.faults,
+            )  # fmt: skip
+            yield _judged(problem, compiled)
+
+
+def _judged(problem: Problem, compiled: Compiled) -> Compiled:
+    """With what is wrong for the target."""
+    faults = list(compiled.faults)
+    wanted = product_of(problem.target)
+    half = problem.dtype in (torch.bfloat16, torch.float16)
+    if half and compiled.kernel not in _WITHOUT_PRODUCTS and compiled.product != wanted:
+        faults.append(f"expected {wanted}, got {compiled.product or 'no matrix instruction'}")
+    if compiled.backend == "helion" and compiled.spilled_bytes > known_spills(problem, compiled.kernel):
+        faults.append(f"it spills {compiled.spilled_bytes} bytes a thread")
+    limit = _SHARED_BYTES.get(capability(problem.target) or (0, 0))
+    if limit is not None and compiled.backend == "helion" and compiled.shared_bytes > limit:
+        faults.append(f"it asks for {compiled.shared_bytes} bytes of shared memory, of which a block has {limit}")
+    return dataclasses.replace(compiled, faults=tuple(faults))
+
+
+_KNOWN_SPILLS = {
+    (9, "attention_forward"): 16,
+    (9, "attention_dkv"): 496,
+    (9, "attention_dq"): 304,
+    (10, "attention_dkv"): 80,
+}
+"""By major capability, bytes a thread of what is shipped. On Hopper Triton 3.7 spills where 3.6 does not, under which
+these tiles were the fastest; `cute` is the first choice there. On Blackwell smaller tiles have no tcgen05."""
+_KNOWN_SPILLS_OF_FLOAT32 = 464  # of dK and dV: larger than with tiles that were slower on the H200
+
+
+def known_spills(problem: Problem, kernel: str) -> int:
+    """How much one of Helion's kernels is known to spill, in bytes a thread; more is a fault."""
+    if problem.dtype == torch.float32:
+        return _KNOWN_SPILLS_OF_FLOAT32 if kernel == "attention_dkv" else 0
+    return _KNOWN_SPILLS.get(((capability(problem.target) or (0, 0))[0], kernel), 0)
+
+
+def _unit(task: tuple[Problem, str]) -> list[Compiled]:
+    torch.set_num_threads(1)
+    problem, backend = task
+    try:
+        return compile_problem(problem, backend)
+    except Exception as error:  # noqa: BLE001 (it is what is looked for)
+        text = " ".join(str(error).split())[:300]
+        failed = Compiled(backend, "?", _words(problem), "", "", 0, 0, 0, 0, 0, 0, 0, 0.0, (f"not compiled: {text}",))
+        return [failed]
+
+
+def run(
+    target: str,
+    backends: Sequence[str] = ("cute", "helion"),
+    *,
+    jobs: int = 1,
+    log: Callable[[Compiled], None] = lambda _: None,
+) -> list[Compiled]:
+    """Compiles everything for a target, in ``jobs`` processes.
+
+    Args:
+        target: One of :data:`TARGETS`.
+        backends: Whose kernels.
+        jobs: How many processes compile beside each other.
+        log: Takes each kernel as it is done.
+
+    Raises:
+        ValueError: Another target.
+    """
+    if target not in TARGETS:
+        raise ValueError(f"target: expected one of {', '.join(TARGETS)}, got {target!r}")
+    tasks = [(problem, backend) for problem in problems(target) for backend in backends]
+    found: dict[tuple[str, str, str, str], Compiled] = {}
+    # Fresh processes: what is pretended in them is never true of this one.
+    with ProcessPoolExecutor(jobs, mp_context=multiprocessing.get_context("spawn")) as pool:
+        for compiled in pool.map(_unit, tasks):
+            for one in compiled:
+                key = one.backend, one.kernel, one.problem, one.config
+                if key not in found:
+                    found[key] = one
+                    log(one)
+    return list(found.values())
+
+
+def table(found: Sequence[Compiled]) -> str:
+    """The kernels side by side, a line each; faults below."""
+    head = ("backend", "kernel", "problem", "config", "product", "copies", "maxnreg", "f32x2", "regs", "spilled",
+            "shared", "s")  # fmt: skip
+    rows: list[tuple[str, ...]] = [head]
+    for one in found:
+        product = f"{one.products} {one.product}" if one.product else "-"
+        numbers = (one.bulk_copies, one.setmaxnreg, one.f32x2, one.registers, one.spilled_bytes, one.shared_bytes)
+        rows.append((one.backend, one.kernel.removeprefix("attention_"), one.problem, one.config, product,
+                     *map(str, numbers), f"{one.seconds:.0f}"))  # fmt: skip
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    left = 5
+    lines = [
+        "  ".join(
+            cell.ljust(width) if place < left else cell.rjust(width)
+            for place, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
+        for row in rows
+    ]
+    return "\n".join(
+        [*lines, *(f"{one.backend} {one.kernel}, {one.problem}: {x}" for one in found for x in one.faults)]
+    )
