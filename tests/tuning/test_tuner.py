@@ -31,6 +31,20 @@ worker.main()
 """
 
 
+# Answers at once, that all is right and takes 1 ms: where what is done with answers is the question.
+STUB = """
+import json, sys
+print('{"ready": true}', flush=True)
+for line in sys.stdin:
+    count = len(json.loads(line).get("tunables", ()))
+    print(json.dumps({"failure": "", "ms": [1.0] * count, "failures": [""] * count}), flush=True)
+"""
+
+
+def stubbed(**others):
+    return tuner.Options(jobs=1, limit_s=20.0, command=(sys.executable, "-c", STUB), **others)
+
+
 def options(told, **others):
     command = (sys.executable, "-c", CODE, json.dumps(told))
     return tuner.Options(jobs=1, limit_s=20.0, budget=BUDGET, command=command, **others)
@@ -70,19 +84,17 @@ def test_what_hangs_or_dies_takes_nothing_with_it(fakes, failing):
 
 
 def test_what_is_known_is_not_measured_again(fakes):
-    told = {"cute": ["right"], "aten": ["-no"]}
-    fakes(**told)
-    assert len(tuned(told)[0]) == 1
-    assert tuned(told)[0] == []
-    assert len(tuned(told, again=True)[0]) == 1
+    fakes(cute=["right"], aten=["-no"])
+    assert len(tuner.tune([PROBLEM], stubbed())) == 1
+    assert tuner.tune([PROBLEM], stubbed()) == []
+    assert len(tuner.tune([PROBLEM], stubbed(again=True))) == 1
 
 
 def test_other_versions_are_measured_again(fakes, monkeypatch):
-    told = {"cute": ["right"], "aten": ["-no"]}
-    fakes(**told)
-    tuned(told)
+    fakes(cute=["right"], aten=["-no"])
+    tuner.tune([PROBLEM], stubbed())
     monkeypatch.setattr(tables, "_installed", lambda: {"triton": "another"})
-    assert len(tuned(told)[0]) == 1
+    assert len(tuner.tune([PROBLEM], stubbed())) == 1
 
 
 def test_a_problem_nobody_can_run_keeps_nothing(fakes):
@@ -102,27 +114,19 @@ def test_fallbacks_are_measured_only_where_there_is_nothing_else(fakes):
 
 
 def test_two_processes_with_threads_tune_one_cache(fakes):
-    """Of different problems at the same time, into one file."""
-    told = {"cute": ["right"], "aten": ["-no"]}
+    """Eight threads, of different problems at the same time, into one file."""
     code = """
-import json, sys, threading, torch
+import dataclasses, sys, threading
 from tests.support import fake_backends
-from tests.tuning.test_tuner import PROBLEM, options
-from torch_bwattn.selection import choose
+from tests.tuning.test_tuner import PROBLEM, stubbed
 from torch_bwattn.tuning import tuner
-import dataclasses
-told = json.loads(sys.argv[1])
-fake_backends.install(told)
-tuner.plan.__globals__["get_backend"] = choose.get_backend
-first = int(sys.argv[2])
-mine = [dataclasses.replace(PROBLEM, q_len=16 << (first + i)) for i in range(4)]
-threads = [threading.Thread(target=tuner.tune, args=([one], options(told))) for one in mine]
-[t.start() for t in threads]; [t.join() for t in threads]
+fake_backends.install({"cute": ["right"], "aten": ["-no"]})
+mine = [dataclasses.replace(PROBLEM, q_len=16 << (int(sys.argv[1]) + i)) for i in range(4)]
+threads = [threading.Thread(target=tuner.tune, args=([one], stubbed())) for one in mine]
+[thread.start() for thread in threads]
+[thread.join() for thread in threads]
 """
-    running = [
-        subprocess.Popen([sys.executable, "-c", code, json.dumps(told), str(4 * i)], env=dict(os.environ))
-        for i in range(2)
-    ]
+    running = [subprocess.Popen([sys.executable, "-c", code, str(4 * i)], env=dict(os.environ)) for i in range(2)]
     assert [process.wait() for process in running] == [0, 0]
     assert len(tables.tuned("cpu").load()["entries"]) == 8
 
