@@ -112,11 +112,7 @@ class AtenBackend(Backend):
     name = "aten"
 
     def supports(self, problem: Problem) -> Verdict:
-        offers = self.offers(problem)
-        taken = next((offer for offer in offers if offer and not offer.last_resort), None)
-        if taken is not None or len(offers) == 1:
-            return taken or offers[0]
-        return no("; ".join(f"{offer.config}: {offer.reason or offer.last_resort}" for offer in offers))
+        return _choice(self.offers(problem))
 
     def offers(self, problem: Problem) -> tuple[Verdict, ...]:
         cpu, cuda = problem.target == "cpu", capability(problem.target) is not None
@@ -162,10 +158,18 @@ class AtenBackend(Backend):
     def _kernel(self, problem: Problem, config: str) -> str:
         """The kernel that a config's name means, or that the backend chooses."""
         offers = self.offers(problem)
-        return offers[named(offers, config or self.supports(problem).config)].config
+        return offers[named(offers, config or _choice(offers).config)].config
 
 
 _KERNELS = {kernel.name: kernel for kernel in aten_cuda.FUSED}
+
+
+def _choice(offers: tuple[Verdict, ...]) -> Verdict:
+    """The first offer that may compete, or all refusals as one."""
+    taken = next((offer for offer in offers if offer and not offer.last_resort), None)
+    if taken is not None or len(offers) == 1:
+        return taken or offers[0]
+    return no("; ".join(f"{offer.config}: {offer.reason or offer.last_resort}" for offer in offers))
 
 
 def _refuse_all(problem: Problem) -> str:

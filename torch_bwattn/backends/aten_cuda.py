@@ -42,15 +42,25 @@ class Fused(ABC):
 
     name: ClassVar[str]
     known_bad: ClassVar[tuple[KnownBad, ...]] = ()
+    indexes_far: ClassVar[bool] = False
 
     def refuse(self, problem: Problem) -> str:
         """Why it does not take a problem, or nothing."""
         bad = next((bad for bad in self.known_bad if bad.holds(problem)), None)
-        return self.limits(problem) if bad is None else f"known to be wrong: {bad}"
+        if bad is not None:
+            return f"known to be wrong: {bad}"
+        limit = self.operands(problem) or _limits_of_all(problem) or self.rules(problem)
+        if limit or self.indexes_far or not problem.wide_index:
+            return limit
+        return "it is not known to index past 2^31 - 1 elements"
+
+    def operands(self, problem: Problem) -> str:
+        """Why it does not take these dtypes and widths, or nothing."""
+        return _limits_of_16_bits(problem)
 
     @abstractmethod
-    def limits(self, problem: Problem) -> str:
-        """What it cannot do of a problem, or nothing."""
+    def rules(self, problem: Problem) -> str:
+        """Why it does not do what else a problem asks for, or nothing."""
 
     @abstractmethod
     def forward(self, problem: Problem, x: ForwardInputs) -> tuple[Tensor, Tensor]:
@@ -110,14 +120,9 @@ class Cudnn(Fused):
         ),
     )
 
-    def limits(self, problem: Problem) -> str:
-        limit = _limits_of_16_bits(problem) or _limits_of_all(problem)
-        if limit:
-            return limit
+    def rules(self, problem: Problem) -> str:
         if problem.diagonal is not None and (problem.diagonal != 0 or problem.q_len != problem.kv_len):
             return "it is called for causality between equal lengths only"
-        if problem.wide_index:
-            return "it is not known to index past 2^31 - 1 elements"
         return ""
 
     def forward(self, problem: Problem, x: ForwardInputs) -> tuple[Tensor, Tensor]:
@@ -141,11 +146,9 @@ class Flash(Fused):
     """FlashAttention 2 as PyTorch ships it, bottom-right causal."""
 
     name = "flash"
+    indexes_far = True
 
-    def limits(self, problem: Problem) -> str:
-        limit = _limits_of_16_bits(problem) or _limits_of_all(problem)
-        if limit:
-            return limit
+    def rules(self, problem: Problem) -> str:
         if problem.diagonal is not None and problem.diagonal != problem.kv_len - problem.q_len:
             return "it is bottom-right causal, which differs from top-left when the lengths do"
         if problem.diagonal is not None and problem.diagonal < 0:
@@ -187,20 +190,18 @@ class Efficient(Fused):
         ),
     )
 
-    def limits(self, problem: Problem) -> str:
+    def operands(self, problem: Problem) -> str:
         if problem.dtype not in (torch.float16, torch.bfloat16, torch.float32):
             return f"it takes float16, bfloat16 and float32, got {problem.dtype}"
-        limit = _limits_of_all(problem)
-        if limit:
-            return limit
+        return ""
+
+    def rules(self, problem: Problem) -> str:
         if problem.heads != problem.kv_heads:
             return "it has no grouped heads"
         if problem.head_dim % 8 or problem.value_dim % 8:
             return f"it takes widths that are multiples of 8, got D={problem.head_dim} and Dv={problem.value_dim}"
         if problem.diagonal not in (None, 0):
             return "its causal rule is top-left only"
-        if problem.wide_index:
-            return "it is not known to index past 2^31 - 1 elements"
         return ""
 
     def forward(self, problem: Problem, x: ForwardInputs) -> tuple[Tensor, Tensor]:

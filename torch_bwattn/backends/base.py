@@ -100,7 +100,7 @@ class Backend(ABC):
         """The verdict on a problem, with the config that the backend chooses itself or the reason against it."""
 
     def offers(self, problem: Problem) -> tuple[Verdict, ...]:
-        """A verdict on each of the configs that may compete for a problem, first the one of :meth:`supports`."""
+        """A verdict on each of the configs that may compete for a problem, in the backend's own order."""
         return (self.supports(problem),)
 
     @abstractmethod

@@ -39,6 +39,19 @@ def refuse(problem: Problem) -> str:
     return ""
 
 
+def visible(problem: Problem, device: torch.device | str) -> Tensor | None:
+    """``[Sq, Skv]`` bool: what causality and a window show; None for all."""
+    if problem.diagonal is None and problem.low_diagonal is None:
+        return None
+    i, j = torch.arange(problem.q_len, device=device)[:, None], torch.arange(problem.kv_len, device=device)
+    shown = torch.ones((problem.q_len, problem.kv_len), dtype=torch.bool, device=device)
+    if problem.diagonal is not None:
+        shown &= j <= i + problem.diagonal
+    if problem.low_diagonal is not None:
+        shown &= j >= i + problem.low_diagonal
+    return shown
+
+
 def _fold(tensor: Tensor, kv_heads: int) -> Tensor:
     """``[B, Hq, S, X]`` -> ``[B * Hkv, G * S, X]``: the rows of a group's heads under their key head."""
     batch, heads, rows, width = tensor.shape
@@ -62,14 +75,9 @@ def _scores(problem: Problem, q: Tensor, k: Tensor, mask: Tensor | None) -> Tens
     s = s.view(problem.batch, problem.heads, problem.q_len, problem.kv_len).mul_(problem.scale)
     if mask is not None:
         s = s.masked_fill_(~mask, -torch.inf) if mask.dtype == torch.bool else s.add_(mask)
-    if problem.diagonal is not None or problem.low_diagonal is not None:
-        distance = torch.arange(problem.kv_len, device=q.device) - torch.arange(problem.q_len, device=q.device)[:, None]
-        hidden = torch.zeros_like(distance, dtype=torch.bool)
-        if problem.diagonal is not None:
-            hidden |= distance > problem.diagonal
-        if problem.low_diagonal is not None:
-            hidden |= distance < problem.low_diagonal
-        s = s.masked_fill_(hidden, -torch.inf)
+    shown = visible(problem, q.device)
+    if shown is not None:
+        s = s.masked_fill_(~shown, -torch.inf)
     return s
 
 

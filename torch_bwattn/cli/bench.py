@@ -21,7 +21,7 @@ from typing import Any
 from . import UsageError
 
 _DIRECTION_WORDS = {"fwd": "forward", "bwd": "backward", "forward": "forward", "backward": "backward"}
-_CAUSAL_WORDS = {"no": (False,), "yes": (True,), "both": (False, True)}
+CAUSAL_WORDS = {"no": (False,), "yes": (True,), "both": (False, True)}
 _PEERS = ("cudnn", "aten_flash", "fa4", "flex")
 
 
@@ -33,7 +33,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "--rows", default="fwd,bwd", metavar="LIST", help="directions of the rows: fwd, bwd (default both)"
     )
     what.add_argument("--shapes", metavar="LIST", help="names like B4H32/8S4096D128, or patterns like '*D64'")
-    what.add_argument("--causal", choices=tuple(_CAUSAL_WORDS), default="both", help="default: both")
+    what.add_argument("--causal", choices=tuple(CAUSAL_WORDS), default="both", help="default: both")
     what.add_argument("--dtype", choices=("bfloat16", "float16"), default="bfloat16", help="default: bfloat16")
     what.add_argument("--backend", default="helion", metavar="NAME", help="pinned backend, or auto (default: helion)")
     what.add_argument("--peers", default=",".join(_PEERS), metavar="LIST", help=f"of {', '.join(_PEERS)}, or none")
@@ -96,7 +96,8 @@ def _report(namespace: argparse.Namespace) -> int:
     return 0
 
 
-def _words(text: str) -> list[str]:
+def words_of(text: str) -> list[str]:
+    """What stands between commas."""
     return [word.strip() for word in text.split(",") if word.strip()]
 
 
@@ -106,7 +107,7 @@ def directions_of(text: str) -> tuple[str, ...]:
     Raises:
         ValueError: A word is no direction.
     """
-    words = _words(text)
+    words = words_of(text)
     unknown = [word for word in words if word not in _DIRECTION_WORDS]
     if unknown or not words:
         raise ValueError(f"--rows: expected fwd, bwd or both with a comma, got {text!r}")
@@ -161,8 +162,8 @@ def make_plan(namespace: argparse.Namespace) -> Any:
             "--device: expected a CUDA GPU, and PyTorch finds none here (--device cpu tries the machinery)"
         )
     rows = select_rows(
-        None if namespace.shapes is None else _words(namespace.shapes),
-        causal=_CAUSAL_WORDS[namespace.causal],
+        None if namespace.shapes is None else words_of(namespace.shapes),
+        causal=CAUSAL_WORDS[namespace.causal],
         dtype=namespace.dtype,
     )
     return suite.Plan(
@@ -189,7 +190,7 @@ def _measure(namespace: argparse.Namespace) -> int:
     from ..bench import document, suite
     from ..bench.peers import OpProvider, make_peers
 
-    peers = make_peers([] if namespace.peers == "none" else _words(namespace.peers))
+    peers = make_peers([] if namespace.peers == "none" else words_of(namespace.peers))
     providers = [OpProvider(backend), *peers]
     if plan.device.index is not None:
         torch.cuda.set_device(plan.device)

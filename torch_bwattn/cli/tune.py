@@ -21,12 +21,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from . import UsageError
+from .bench import CAUSAL_WORDS, words_of
 
 if TYPE_CHECKING:
     from ..problem import Problem
     from ..tuning import tuner
 
-_CAUSAL = {"no": (False,), "yes": (True,), "both": (False, True)}
 _SUITES = ("rows", "release")
 _MOST_JOBS = 8  # each has its tensors on the device
 
@@ -40,7 +40,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     what.add_argument("--from-log", metavar="FILE", help="the problems that BWATTN_RECORD=FILE has recorded")
     what.add_argument("--verify", type=int, metavar="N", help="tune nothing: time N drawn problems' choices")
     group.add_argument("--seed", type=int, default=0, help="of --verify (default: 0)")
-    group.add_argument("--causal", choices=tuple(_CAUSAL), help="of --shapes and the rows (default: both)")
+    group.add_argument("--causal", choices=tuple(CAUSAL_WORDS), help="of --shapes and the rows (default: both)")
     group.add_argument("--dtype", choices=("bfloat16", "float16"), help="of --shapes and the rows (default: bfloat16)")
     group.add_argument("--direction", choices=("forward", "backward", "both"), default="both", help="default: both")
     how = parser.add_argument_group("how")
@@ -137,9 +137,9 @@ def problems_of(namespace: argparse.Namespace, target: str) -> list[Problem]:
         return [problem for problem in found if problem.backward in directions]
     if namespace.suite == "release":
         return [problem for problem in problems.release(target) if problem.backward in directions]
-    patterns = [word.strip() for word in namespace.shapes.split(",") if word.strip()] if namespace.shapes else None
+    patterns = words_of(namespace.shapes) if namespace.shapes else None
     return problems.rows(
-        target, patterns, _CAUSAL[namespace.causal or "both"], namespace.dtype or "bfloat16", directions
+        target, patterns, CAUSAL_WORDS[namespace.causal or "both"], namespace.dtype or "bfloat16", directions
     )
 
 

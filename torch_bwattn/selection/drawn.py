@@ -11,6 +11,7 @@ from torch import Tensor
 
 from .. import testing
 from ..backends.base import Backend, BackwardInputs, ForwardInputs, Grads
+from ..backends.materialised import visible
 from ..backends.philox import keep_mask
 from ..problem import Problem
 from .key import FEW_QUERIES
@@ -89,19 +90,6 @@ def inputs(problem: Problem, device: torch.device | str, seed: int = 0) -> Forwa
     )  # fmt: skip
 
 
-def visible(problem: Problem, device: torch.device | str) -> Tensor | None:
-    """``[Sq, Skv]`` bool: what causality and a window show; None for all."""
-    if problem.diagonal is None and problem.low_diagonal is None:
-        return None
-    i, j = torch.arange(problem.q_len, device=device)[:, None], torch.arange(problem.kv_len, device=device)
-    shown = torch.ones((problem.q_len, problem.kv_len), dtype=torch.bool, device=device)
-    if problem.diagonal is not None:
-        shown &= j <= i + problem.diagonal
-    if problem.low_diagonal is not None:
-        shown &= j >= i + problem.low_diagonal
-    return shown
-
-
 def whole_mask(problem: Problem, x: ForwardInputs) -> Tensor | None:
     """The mask with what causality and a window hide; None where all is shown."""
     mask, shown = x.mask, visible(problem, x.q.device)
@@ -130,19 +118,19 @@ def backward_inputs(problem: Problem, x: ForwardInputs, oracle: testing.Results,
     """A backward's inputs beside a forward's, with the reference's results rounded as a forward leaves them."""
     if oracle.out is None or oracle.lse is None:
         raise ValueError("oracle: expected its output and lse")
-    out = torch.empty_like(grad_out).copy_(oracle.out)
-    lse = oracle.lse.float() if problem.dtype != torch.float64 else oracle.lse
-    grad_lse = torch.zeros_like(lse) if problem.lse_grad else None
-    return BackwardInputs(grad_out, grad_lse, x.q, x.k, x.v, x.mask, out, lse, x.rng_state, x.sink)
+    return _backward_inputs(problem, x, torch.empty_like(grad_out).copy_(oracle.out), oracle.lse, grad_out)
 
 
 def made_up(problem: Problem, x: ForwardInputs, grad_out: Tensor) -> BackwardInputs:
     """A backward's inputs with an output and an lse that no forward has made, where only time is of interest."""
-    lse = torch.full(x.q.shape[:3], math.log(problem.kv_len) + 0.5, dtype=torch.float32, device=x.q.device)
-    if problem.dtype == torch.float64:
-        lse = lse.double()
+    lse = torch.full(x.q.shape[:3], math.log(problem.kv_len) + 0.5, dtype=torch.float64, device=x.q.device)
+    return _backward_inputs(problem, x, grad_out.clone(memory_format=torch.preserve_format), lse, grad_out)
+
+
+def _backward_inputs(problem: Problem, x: ForwardInputs, out: Tensor, lse: Tensor, grad_out: Tensor) -> BackwardInputs:
+    """With an lse in float64, which is rounded."""
+    lse = lse if problem.dtype == torch.float64 else lse.float()
     grad_lse = torch.zeros_like(lse) if problem.lse_grad else None
-    out = grad_out.clone(memory_format=torch.preserve_format)
     return BackwardInputs(grad_out, grad_lse, x.q, x.k, x.v, x.mask, out, lse, x.rng_state, x.sink)
 
 

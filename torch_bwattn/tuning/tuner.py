@@ -194,8 +194,8 @@ def tune(
         for key, problem in one_of_each_key(problems).items()
         if options.again or not tables.is_known(problem.target, key)
     }
-    checks = [(problem, tunable) for problem in todo.values() for tunable in competitors(problem)]
-    total, done, lock = len(checks) + len(todo), 0, threading.Lock()
+    rivals = {key: competitors(problem) for key, problem in todo.items()}
+    total, done, lock = sum(map(len, rivals.values())) + len(todo), 0, threading.Lock()
 
     def step() -> None:
         nonlocal done
@@ -208,11 +208,11 @@ def tune(
     checkers, timer, keys = _Checkers(options), Worker(options.command), list(todo)
     try:
         for first in range(0, len(keys), _AT_ONCE):
-            some = {key: todo[key] for key in keys[first : first + _AT_ONCE]}
-            of_some = [(problem, tunable) for problem, tunable in checks if problem in some.values()]
-            failures = checkers.check(of_some, step)
-            for key, problem in some.items():
-                mine = {tunable: failures[of, tunable] for of, tunable in of_some if of is problem}
+            some = keys[first : first + _AT_ONCE]
+            failures = checkers.check([(todo[key], tunable) for key in some for tunable in rivals[key]], step)
+            for key in some:
+                problem = todo[key]
+                mine = {tunable: failures[problem, tunable] for tunable in rivals[key]}
                 outcome = _time(key, problem, mine, timer, options)
                 for tunable, reason in outcome.failures.items():
                     log(f"{key}: {tunable} left out: {reason}")

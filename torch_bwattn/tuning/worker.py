@@ -66,7 +66,6 @@ def work_of(problem: Problem, backend: str, config: str, x: ForwardInputs) -> Ca
     found = get_backend(backend)
     if not problem.backward:
         run = found.forward(problem, config)
-        x = x._replace(wants_lse=True)
         return lambda: run(x)
     back, grad_out = found.backward(problem, config), drawn.gradient_of(problem, x)
     y, wanted = drawn.made_up(problem, x, grad_out), drawn.wanted(problem)

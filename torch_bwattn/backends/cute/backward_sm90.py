@@ -670,15 +670,13 @@ class Backward:
             head = (tile.batch * order.heads.divisor + tile.kv_head) * group
             visits = (tile.end - tile.begin) * group
             if visits > 0:
-                self.issue_scores(products, operands, values, q_pipe, state)
+                self.issue_arrived(products.s, values.s, operands.k, operands.q, q_pipe, state)
                 warpgroup.wait_group(0)
                 self.exponentials(
                     products.s, values, parts, state.index, c, cap, limits, m * self.tile_m, first_key, thread
                 )
                 v_pipe.consumer_wait(once)
-                do_pipe.consumer_wait(state)
-                do_now = operands.do[None, None, None, state.index]
-                wgmma.issue(products.s, values.dp, operands.v, do_now, Boolean(False))
+                self.issue_arrived(products.s, values.dp, operands.v, operands.do, do_pipe, state)
                 self.await_stores()
                 for _ in cutlass.range(visits - 1, unroll=1):
                     next_m, next_head = m + 1, head
@@ -814,7 +812,7 @@ class Backward:
         under_way = 0  # products issued after dQ
         if const_expr(self.by_keys):
             if const_expr(overlaps):
-                self.issue_scores(products, operands, values, q_pipe, ahead)
+                self.issue_arrived(products.s, values.s, operands.k, operands.q, q_pipe, ahead)
             wgmma.issue(products.dv, values.dv, p, do_t, Boolean(True))
             wgmma.issue(products.dk, values.dk, ds, q_t, Boolean(True))
             if const_expr(overlaps):
@@ -834,7 +832,7 @@ class Backward:
             wgmma.issue(products.dk, values.dk, ds, q_t, Boolean(True))
             under_way = 1
             if const_expr(overlaps):
-                self.issue_scores(products, operands, values, q_pipe, ahead)
+                self.issue_arrived(products.s, values.s, operands.k, operands.q, q_pipe, ahead)
                 under_way = 2
         if const_expr(own is not None):
             sums.await_memory(dq, warp_group, self.by_warps)
@@ -847,13 +845,11 @@ class Backward:
             warpgroup.wait_group(0)
             self.release(q_pipe, state)
         if const_expr(more and not overlaps):
-            self.issue_scores(products, operands, values, q_pipe, ahead)
+            self.issue_arrived(products.s, values.s, operands.k, operands.q, q_pipe, ahead)
             warpgroup.wait_group(0)
             self.exponentials(products.s, values, parts, ahead.index, c, cap, limits, next_query, first_key, thread)
         if const_expr(more):
-            do_pipe.consumer_wait(ahead)
-            do = operands.do[None, None, None, ahead.index]
-            wgmma.issue(products.s, values.dp, operands.v, do, Boolean(False))
+            self.issue_arrived(products.s, values.dp, operands.v, operands.do, do_pipe, ahead)
         if const_expr(own is not None):
             sums.hand_over(own, self.dq_elements, dq, slot, warp_group, thread % WARP_GROUP, self.by_warps)
         if const_expr(not self.by_keys and overlaps):
@@ -863,18 +859,18 @@ class Backward:
             self.exponentials(products.s, values, parts, ahead.index, c, cap, limits, next_query, first_key, thread)
 
     @cute.jit
-    def issue_scores(
+    def issue_arrived(
         self,
-        products: Products,
-        operands: Operands,
-        values: Values,
-        q_pipe: pipeline.PipelineTmaAsync,
+        mma: cute.TiledMma,
+        acc: cute.Tensor,
+        a: cute.Tensor,
+        ring: cute.Tensor,
+        pipe: pipeline.PipelineTmaAsync,
         state: pipeline.PipelineState,
     ) -> None:
-        """Issues S of a tile of queries once it has come."""
-        q_pipe.consumer_wait(state)
-        q = operands.q[None, None, None, state.index]
-        wgmma.issue(products.s, values.s, operands.k, q, Boolean(False))
+        """Issues the product of K or V with a tile of its ring once that has come: S or dP."""
+        pipe.consumer_wait(state)
+        wgmma.issue(mma, acc, a, ring[None, None, None, state.index], Boolean(False))
 
     @cute.jit
     def exponentials(
