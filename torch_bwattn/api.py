@@ -11,7 +11,8 @@ from torch import Tensor
 
 from .ops.composite import autocast, autocast_sink
 from .problem import Problem, check_flags, check_tensors, describe, normalize, resolve_bias
-from .selection.choose import Candidate, Plan, plan
+from .selection import report
+from .selection.choose import Plan, plan
 from .selection.pin import pinned
 
 
@@ -130,42 +131,7 @@ class Explanation:
     backward: Plan
 
     def __str__(self) -> str:
-        problem = self.forward.problem
-        mask = "none" if problem.mask_dtype is None else f"{problem.mask_dtype} {list(problem.mask_sizes or ())}"
-        lines = [
-            f"bwattn.sdpa on {problem.target}: {problem.dtype}, B={problem.batch} Hq={problem.heads} "
-            f"Hkv={problem.kv_heads} Sq={problem.q_len} Skv={problem.kv_len} D={problem.head_dim} "
-            f"Dv={problem.value_dim}, mask {mask}, "
-            + _visibility(problem)
-            + f", scale {problem.scale:.6g}, dropout {problem.dropout_p}"
-            + ("" if problem.softcap is None else f", softcap {problem.softcap:.6g}")
-            + ("" if problem.sink_dtype is None else f", sink {problem.sink_dtype}")
-        ]
-        for name, made in (("forward", self.forward), ("backward", self.backward)):
-            chosen = made.chosen
-            lines.append(f"{name}: {chosen.backend if chosen else 'refused'}" + (" (pinned)" if made.pinned else ""))
-            if made.source:
-                lines.append(f"  order by {made.source}")
-            lines += [_describe_candidate(candidate) for candidate in made.candidates]
-        return "\n".join(lines)
-
-
-def _describe_candidate(candidate: Candidate) -> str:
-    verdict = candidate.verdict
-    if not verdict:
-        config = f", config {verdict.config}" if verdict.config else ""
-        return f"  - {candidate.backend}: refuses{config}: {verdict.reason}"
-    text = f"  + {candidate.backend}: supports it, config {verdict.config}"
-    if candidate.figure:
-        text += f", measured {candidate.figure}"
-    return text + (f", last resort: {verdict.last_resort}" if verdict.last_resort else "")
-
-
-def _visibility(problem: Problem) -> str:
-    if problem.low_diagonal is not None:
-        end = "" if problem.diagonal is None else f" <= i + {problem.diagonal}"
-        return f"window (i + {problem.low_diagonal} <= j{end})"
-    return "not causal" if problem.diagonal is None else f"causal (j <= i + {problem.diagonal})"
+        return report.text((self.forward, self.backward))
 
 
 def explain(

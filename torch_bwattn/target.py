@@ -7,6 +7,7 @@ Architectures from 9.0 on carry the ``a`` suffix, which names their arch-specifi
 from __future__ import annotations
 
 import functools
+import re
 
 import torch
 
@@ -22,6 +23,12 @@ def capability(target: str) -> tuple[int, int] | None:
         return None
     digits = target[3:].rstrip("af")
     return int(digits[:-1]), int(digits[-1])
+
+
+def is_target(text: str) -> bool:
+    """Whether a string names a target: ``cpu``, or a CUDA one as :func:`cuda_target` writes it."""
+    named = re.fullmatch(r"sm_(\d{1,2})(\d)a?", text, re.ASCII)
+    return text == "cpu" or (named is not None and cuda_target(int(named[1]), int(named[2])) == text)
 
 
 @functools.cache

@@ -25,21 +25,23 @@ from ..problem import Problem
 class Verdict:
     """Whether a backend takes a problem: with which config, or why not (and the nearest thing that it does take).
 
-    ``last_resort`` is why a config that does take the problem must not compete for it, if it must not.
+    ``last_resort`` is why a config that does take the problem must not compete for it, if it must not; ``note`` is what
+    else to know of it.
     """
 
     supported: bool
     reason: str = ""
     config: str = ""
     last_resort: str = ""
+    note: str = ""
 
     def __bool__(self) -> bool:
         return self.supported
 
 
-def yes(config: str, last_resort: str = "") -> Verdict:
+def yes(config: str, last_resort: str = "", note: str = "") -> Verdict:
     """The problem is taken, with this config."""
-    return Verdict(True, config=config, last_resort=last_resort)
+    return Verdict(True, config=config, last_resort=last_resort, note=note)
 
 
 def no(reason: str, config: str = "") -> Verdict:

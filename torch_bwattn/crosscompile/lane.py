@@ -12,7 +12,7 @@ import dataclasses
 import multiprocessing
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -21,6 +21,9 @@ from ..selection import drawn
 from ..selection.choose import get_backend
 from ..selection.key import kind_of
 from ..target import capability
+
+if TYPE_CHECKING:
+    from ..backends.helion.runtime import KernelFamily
 
 TARGETS = ("sm_80", "sm_90a", "sm_100a", "sm_103a", "sm_120a")
 _PRODUCTS = {(9, 0): "wgmma", (10, 0): "tcgen05", (10, 3): "tcgen05"}
@@ -99,27 +102,45 @@ def compile_problem(problem: Problem, backend: str) -> list[Compiled]:
 
 
 def _helion(problem: Problem) -> Iterator[Compiled]:
-    from ..backends.helion import report
+    """What Helion lowers to CuTe-DSL for the problem, if anything, and its first choice among what goes to Triton."""
+    from ..backends.helion import flash, report
 
     backend, x = get_backend("helion"), drawn.inputs(problem, "cpu")
-    with report.collected() as prepared:
-        if problem.backward:
-            made_up = drawn.made_up(problem, x, drawn.gradient_of(problem, x))
-            backend.backward(problem)(made_up, drawn.wanted(problem))
-        else:
-            backend.forward(problem)(x)
+    offered = [offer.config for offer in backend.offers(problem) if offer]
+    for chosen in offered[: 2 if offered[0] == flash.CONFIG else 1]:
+        with report.collected() as prepared:
+            if problem.backward:
+                made_up = drawn.made_up(problem, x, drawn.gradient_of(problem, x))
+                backend.backward(problem, chosen)(made_up, drawn.wanted(problem))
+            else:
+                backend.forward(problem, chosen)(x)
+        for one in prepared:
+            yield _judged(problem, _tcgen05(problem, *one) if chosen == flash.CONFIG else _triton(problem, *one))
+
+
+def _triton(problem: Problem, family: KernelFamily, arguments: Sequence[Any], config: Mapping[str, Any]) -> Compiled:
+    from ..backends.helion import report
+
+    found = report.compile_report(family, arguments, config, capability=capability(problem.target) or (0, 0))
+    product = next((kind for kind in _KINDS_OF_PRODUCTS if found.counts[kind]), "")
+    return Compiled(
+        "helion", found.name, _words(problem), _line(config), product, found.counts.get(product, 0),
+        found.counts["tma"], found.counts["setmaxnreg"], found.counts["f32x2"], found.registers,
+        found.stack_bytes, found.shared_bytes, found.seconds,
+    )  # fmt: skip
+
+
+def _tcgen05(problem: Problem, family: KernelFamily, arguments: Sequence[Any], _: Mapping[str, Any]) -> Compiled:
+    from ..backends.helion import cute_lowering, flash, report
+
     target = capability(problem.target) or (0, 0)
-    for family, arguments, config in prepared:
-        found = report.compile_report(family, arguments, config, capability=target)
-        product = next((kind for kind in _KINDS_OF_PRODUCTS if found.counts[kind]), "")
-        yield _judged(
-            problem,
-            Compiled(
-                "helion", found.name, _words(problem), _line(config), product, found.counts.get(product, 0),
-                found.counts["tma"], found.counts["setmaxnreg"], found.counts["f32x2"], found.registers,
-                found.stack_bytes, found.shared_bytes, found.seconds,
-            ),
-        )  # fmt: skip
+    found = cute_lowering.compile_report(family, arguments, target, problem.target)
+    counts = report.counted(found.ptx)
+    return Compiled(
+        "helion", found.name, _words(problem), flash.CONFIG, "tcgen05" if counts["tcgen05"] else "",
+        counts["tcgen05"], counts["tma"], counts["setmaxnreg"], counts["f32x2"], found.registers, found.frame_bytes,
+        found.shared_bytes, found.seconds,
+    )  # fmt: skip
 
 
 def _words(problem: Problem) -> str:
@@ -175,9 +196,11 @@ _KNOWN_SPILLS = {
     (9, "attention_dkv"): 496,
     (9, "attention_dq"): 304,
     (10, "attention_dkv"): 80,
+    (10, "attention_flash"): 80,
 }
 """By major capability, bytes a thread of what is shipped. On Hopper Triton 3.7 spills where 3.6 does not, under which
-these tiles were the fastest; `cute` is the first choice there. On Blackwell smaller tiles have no tcgen05."""
+these tiles were the fastest; `cute` is the first choice there. On Blackwell smaller tiles have no tcgen05, and Helion's
+own tcgen05 body spills 80 bytes at width 64 and 24 at 128."""
 _KNOWN_SPILLS_OF_FLOAT32 = 464  # of dK and dV: larger than with tiles that were slower on the H200
 
 

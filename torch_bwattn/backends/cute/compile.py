@@ -39,6 +39,7 @@ around them (read in the sources of apache-tvm-ffi 0.1.15 and nvidia-cutlass-dsl
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import enum
 import logging
@@ -116,6 +117,11 @@ def compiled(key: KernelKey, build: Build) -> Callable[..., None]:
     """
     function = _functions.get(key.text)
     return _missed(key, build) if function is None else function
+
+
+def alone() -> contextlib.AbstractContextManager[Any]:
+    """Held while something compiles: for code that calls ``cute.compile`` by itself."""
+    return _lock
 
 
 def ready(key: KernelKey) -> bool:

@@ -103,6 +103,11 @@ class KernelReport:
     ptx: str = dataclasses.field(repr=False)
 
     @property
+    def shared_bytes(self) -> int:
+        """Shared memory per block, without the system's."""
+        return max(self.static_shared_bytes - _SYSTEM_SHARED_BYTES, 0) + (self.dynamic_shared_bytes or 0)
+
+    @property
     def faults(self) -> tuple[str, ...]:
         """What must not be in a kernel that is to be fast, a sentence each; empty for a clean one."""
         return tuple(self._faults())
@@ -116,9 +121,8 @@ class KernelReport:
         else:
             yield from self.serialized
         limit = SHARED_LIMIT_BYTES.get(self.arch)
-        shared = max(self.static_shared_bytes - _SYSTEM_SHARED_BYTES, 0) + (self.dynamic_shared_bytes or 0)
-        if limit is not None and shared > limit:
-            yield f"it asks for {shared} bytes of shared memory, of which a block has {limit}"
+        if limit is not None and self.shared_bytes > limit:
+            yield f"it asks for {self.shared_bytes} bytes of shared memory, of which a block has {limit}"
 
     def __str__(self) -> str:
         counts = " ".join(f"{name}={count}" for name, count in self.counts.items() if count)

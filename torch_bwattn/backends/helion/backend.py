@@ -18,7 +18,7 @@ from ...problem import Problem
 from ...target import capability
 from .. import reference, sinks
 from ..base import Backend, BackwardFn, BackwardInputs, ForwardFn, ForwardInputs, Grads, Verdict, Wanted, named, no, yes
-from . import configs, loader
+from . import configs, flash, loader
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _WIDEST = 256
@@ -33,7 +33,7 @@ def _kernels(name: str) -> ModuleType:
 
 
 class HelionBackend(Backend):
-    """Helion kernels lowered to Triton, on every CUDA device from sm_80."""
+    """Helion kernels lowered to Triton, on every CUDA device from sm_80, and to CuTe-DSL where there is tcgen05."""
 
     name = "helion"
 
@@ -41,7 +41,8 @@ class HelionBackend(Backend):
         return loader.why_missing()
 
     def supports(self, problem: Problem) -> Verdict:
-        return self.offers(problem)[0]
+        offers = self.offers(problem)
+        return next(filter(None, offers), offers[0])
 
     def offers(self, problem: Problem) -> tuple[Verdict, ...]:
         refusal = self._refusal(problem)
@@ -49,7 +50,7 @@ class HelionBackend(Backend):
             return (no(refusal),)
         if problem.backward:
             return tuple(yes(_text(chosen)) for chosen in configs.backward_choices(problem))
-        return tuple(yes(str(config)) for config in configs.forward_choices(problem))
+        return *_flash_offers(problem), *(yes(str(config)) for config in configs.forward_choices(problem))
 
     def _refusal(self, problem: Problem) -> str:
         arch = capability(problem.target)
@@ -67,10 +68,26 @@ class HelionBackend(Backend):
         return ""
 
     def forward(self, problem: Problem, config: str = "") -> ForwardFn:
-        return _Forward(problem, configs.forward_choices(problem)[named(self.offers(problem), config)])
+        if config:
+            offers = self.offers(problem)
+            config = offers[named(offers, config)].config
+        else:
+            config = self.supports(problem).config
+        if config == flash.CONFIG:
+            return flash.Forward(problem)
+        choices = {str(choice): choice for choice in configs.forward_choices(problem)}
+        return _Forward(problem, choices[config] if config else configs.forward(problem))
 
     def backward(self, problem: Problem, config: str = "") -> BackwardFn:
         return _Backward(problem, configs.backward_choices(problem)[named(self.offers(problem), config)])
+
+
+def _flash_offers(problem: Problem) -> tuple[Verdict, ...]:
+    """Of the one config that Helion lowers to CuTe-DSL, on the targets that have its instructions."""
+    if not flash.has_tcgen05(problem.target):
+        return ()
+    refusal = flash.why_not(problem)
+    return (no(refusal, flash.CONFIG) if refusal else yes(flash.CONFIG, note=flash.NOTE),)
 
 
 def _text(chosen: dict[str, configs.Config]) -> str:

@@ -151,6 +151,7 @@ def _replacements(capability: tuple[int, int]) -> list[tuple[Any, str, Any]]:
     properties = _properties(capability)
     device = torch.device("cuda", 0)
     runtime_kernel = sys.modules["helion.runtime.kernel"]
+    cute_launcher = sys.modules["helion.runtime.cute.launcher"]
     environment = importlib.import_module("helion._compiler.compile_environment").CompileEnvironment
     interface = importlib.import_module("torch._dynamo.device_interface").CudaInterface
     fake_tensor = importlib.import_module("torch._subclasses.fake_tensor")
@@ -170,7 +171,7 @@ def _replacements(capability: tuple[int, int]) -> list[tuple[Any, str, Any]]:
         (cuda, "get_device_properties", lambda *_: properties),
         (cuda, "get_device_name", lambda *_: properties.name),
         (cuda, "is_current_stream_capturing", lambda: False),
-        (torch.version, "cuda", "12.8"),
+        (torch.version, "cuda", "13.0"),
         (interface, "is_available", staticmethod(lambda: True)),
         (interface, "current_device", staticmethod(lambda: 0)),
         (interface, "get_device_properties", staticmethod(lambda *_: properties)),
@@ -179,5 +180,6 @@ def _replacements(capability: tuple[int, int]) -> list[tuple[Any, str, Any]]:
         (interface.Worker, "current_device", staticmethod(lambda: 0)),
         (fake_tensor, "init_gpu_context", lambda *_: None),
         (runtime_kernel, "_find_device", lambda *_: device),
+        (cute_launcher, "_validate_cute_launcher_tensor", lambda *_: None),
         (environment, "_to_fake_tensor", to_fake_on_cuda),
     ]

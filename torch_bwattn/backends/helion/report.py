@@ -132,11 +132,16 @@ def report(binary: Any, name: str, capability: tuple[int, int], seconds: float =
         stack_bytes=stack,
         shared_bytes=max(int(binary.metadata.shared), shared),
         num_warps=int(binary.metadata.num_warps),
-        counts={label: len(re.findall(pattern, ptx)) for label, pattern in _COUNTED.items()},
+        counts=counted(ptx),
         seconds=seconds,
         ptx=ptx,
         ttgir=binary.asm["ttgir"],
     )
+
+
+def counted(ptx: str) -> dict[str, int]:
+    """Instructions of a PTX text by the names of :attr:`CompileReport.counts`."""
+    return {label: len(re.findall(pattern, ptx)) for label, pattern in _COUNTED.items()}
 
 
 def _tool(name: str) -> str:

@@ -46,6 +46,11 @@ CANONICAL_SIZES: dict[str, int] = {"B": 2, "Hkv": 3, "Hq": 6, "M": 272, "N": 528
 _bind_lock = threading.RLock()
 
 
+def binding() -> contextlib.AbstractContextManager[Any]:
+    """Held while something is bound: for code that binds by itself."""
+    return _bind_lock
+
+
 def use_triton_launcher() -> bool:
     """Whether launches go through Triton's own ``kernel.run`` instead of ours (``BWATTN_HELION_LAUNCHER=triton``).
 
@@ -179,7 +184,7 @@ class KernelFamily:
             with world, _triton_cache_unmoved():
                 return kernel.bind(self.canonical_args(args, device)).compile_config(config, allow_print=False)
 
-        host = _in_new_thread(bind)
+        host = in_new_thread(bind)
         log.info("bound %s for sm_%d%d in %.2f s", self.name, *capability, time.perf_counter() - start)
         return _Bound(self, host, capability, index_dtype)
 
@@ -499,7 +504,7 @@ def _triton_cache_unmoved() -> Iterator[None]:
             os.environ.pop("TRITON_CACHE_DIR", None)
 
 
-def _in_new_thread(call: Callable[[], Any]) -> Any:
+def in_new_thread(call: Callable[[], Any]) -> Any:
     """Calls in a thread of its own, where no caller's mode is in force.
 
     Tracing must not see the inference mode, autocast, default device, dispatch modes or backward pass of the call that

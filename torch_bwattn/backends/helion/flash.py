@@ -1,0 +1,156 @@
+"""The tcgen05 forward of sm_100a and sm_103a: which problems it takes, and how a call reaches it.
+
+Importing this module loads no kernel language. The kernel is compiled for fixed sizes, so queries, keys and values are
+padded, which costs a copy where their lengths or widths are not those sizes already or where they are not contiguous.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...layout import dense_strides
+from ...problem import Problem
+from ...target import capability
+from ..base import ForwardInputs
+from ..cute import loader as cute_loader
+from . import flash_blocks, loader
+
+CONFIG = "tcgen05 through CuTe-DSL, blocks of 128x128"
+NOTE = "compiles some 10 s for each batch x heads and each pair of padded lengths"
+
+_TARGETS = ((10, 0), (10, 3))
+_DTYPES = (torch.bfloat16, torch.float16)
+_WIDEST = 128
+_FEWEST_QUERIES = 64
+_OLDEST_CUDA = 13
+_INT32_MAX = 2**31 - 1
+
+_TRITON = {"block_sizes": [128, 128], "num_warps": 8, "num_stages": 2, "indexing": "pointer"}
+"""For the kernel through Triton, where its values are tested; not for use, as it was timed nowhere."""
+
+
+def has_tcgen05(target: str) -> bool:
+    """Whether a target has the instructions."""
+    return capability(target) in _TARGETS
+
+
+def why_not(problem: Problem) -> str:
+    """Why the kernel does not take a problem of such a target, or nothing."""
+    missing = cute_loader.why_missing()
+    if missing:
+        return missing
+    built_for = torch.version.cuda
+    if built_for is not None and int(built_for.split(".")[0]) < _OLDEST_CUDA:
+        return f"it needs PyTorch built for CUDA {_OLDEST_CUDA} or later, got {built_for}"
+    return _shape_refusal(problem) or _feature_refusal(problem)
+
+
+def _shape_refusal(problem: Problem) -> str:
+    if problem.dtype not in _DTYPES:
+        return f"it takes bfloat16 and float16, got {problem.dtype}"
+    if not (0 < problem.head_dim <= _WIDEST and 0 < problem.value_dim <= _WIDEST):
+        return f"it takes widths from 1 to {_WIDEST}, got D={problem.head_dim} and Dv={problem.value_dim}"
+    if problem.empty:
+        return "nothing to attend needs no kernel"
+    if problem.q_len <= _FEWEST_QUERIES:
+        return f"it takes more than {_FEWEST_QUERIES} queries, for tiles of 128, got {problem.q_len}"
+    blocks = flash_blocks.block_count(problem.q_len, problem.kv_len)
+    if blocks > flash_blocks.MOST_BLOCKS:
+        return f"it takes up to {flash_blocks.MOST_BLOCKS} blocks of 128x128, got {blocks}"
+    longest = flash_blocks.padded_length(max(problem.q_len, problem.kv_len))
+    if problem.batch * problem.heads * longest * _width(problem) > _INT32_MAX:
+        return f"it takes tensors of up to {_INT32_MAX} elements once padded"
+    return ""
+
+
+def _feature_refusal(problem: Problem) -> str:
+    if problem.mask_dtype is not None:
+        return "it takes no mask"
+    if problem.dropout_p > 0.0:
+        return "it takes no dropout"
+    if problem.softcap is not None:
+        return "it takes no soft cap"
+    if problem.sink_dtype is not None:
+        return "it takes no sink"
+    if problem.scale <= 0.0:
+        return f"it takes scales above 0, for it scales row maxima, got {problem.scale}"
+    return ""
+
+
+def _width(problem: Problem) -> int:
+    return flash_blocks.padded_width(max(problem.head_dim, problem.value_dim))
+
+
+class Forward:
+    """One problem's forward. In Triton's interpreter, and on GPUs without tcgen05, the same kernel through Triton."""
+
+    def __init__(self, problem: Problem) -> None:
+        self.problem = problem
+        self._bounds = flash_blocks.bounds(problem.q_len, problem.kv_len, problem.diagonal, problem.low_diagonal)
+        self._rows = flash_blocks.padded_length(problem.q_len)
+        self._columns = flash_blocks.padded_length(problem.kv_len)
+        self._width = _width(problem)
+        self._launch: Any = None
+
+    def __call__(self, x: ForwardInputs) -> tuple[Tensor, Tensor]:
+        problem, device = self.problem, x.q.device
+        heads = problem.batch * problem.heads
+        out = x.q.new_empty_strided(*self._layout(x.q))
+        whole = self._rows == problem.q_len and self._width == problem.value_dim and out.is_contiguous()
+        o = out if whole else out.new_empty((problem.batch, problem.heads, self._rows, self._width))
+        lse = torch.empty((problem.batch, problem.heads, self._rows), dtype=torch.float32, device=device)
+        arguments = (
+            padded(x.q, self._rows, self._width),
+            padded(x.k, self._columns, self._width),
+            padded(x.v, self._columns, self._width),
+            *flash_blocks.blocks(problem.q_len, problem.kv_len, *self._bounds, device),
+            o.view(1, heads, self._rows, self._width),
+            lse.view(1, heads, self._rows),
+            problem.scale,
+            problem.kv_len,
+            *self._bounds,
+        )
+        if self._launch is None:
+            self._launch = prepare(arguments, device)
+        self._launch(*arguments)
+        if o is not out:
+            out.copy_(o[:, :, : problem.q_len, : problem.value_dim])
+        return out, lse[..., : problem.q_len].contiguous()
+
+    def _layout(self, q: Tensor) -> tuple[Any, Any]:
+        problem = self.problem
+        sizes = (problem.batch, problem.heads, problem.q_len, problem.value_dim)
+        return sizes, dense_strides(q, sizes)
+
+
+def prepare(arguments: tuple[Any, ...], device: torch.device) -> Any:
+    """A launch of the kernel for arguments of these sizes: with tcgen05 where the device has it."""
+    loader.load()
+    family = importlib.import_module(f"{__package__}.flash_cute").FLASH
+    if device.type == "cuda" and torch.cuda.get_device_capability(device) in _TARGETS:
+        return importlib.import_module(f"{__package__}.cute_lowering").prepare(family, arguments, device)
+    return family.prepare(arguments, _TRITON)
+
+
+def padded(tensor: Tensor, length: int, width: int) -> Tensor:
+    """A ``[B, H, S, D]`` tensor as ``[1, B * H, length, width]``: a view where that is possible, else a copy.
+
+    Zeros follow each row, and the last row to the end of its block of 128; rows of later blocks, which no list names,
+    are not written.
+    """
+    batch, heads, rows, columns = tensor.shape
+    folded = (1, batch * heads, length, width)
+    if (rows, columns) == (length, width) and tensor.is_contiguous() and tensor.data_ptr() % 16 == 0:
+        return tensor.view(folded)
+    copy = tensor.new_empty((batch, heads, length, width))
+    end = -(-rows // flash_blocks.BLOCK) * flash_blocks.BLOCK
+    copy[:, :, :rows, :columns].copy_(tensor)
+    if columns < width:
+        copy[:, :, :rows, columns:].zero_()
+    if rows < end:
+        copy[:, :, rows:end].zero_()
+    return copy.view(folded)
