@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from .ops.composite import autocast, autocast_sink
-from .problem import Problem, check_flags, check_tensors, describe, normalize, resolve_bias
+from .problem import check_flags, check_tensors, describe, normalize, resolve_bias
 from .selection import report
 from .selection.choose import Plan, plan
 from .selection.pin import pinned

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 
 import pytest
 import torch
@@ -47,6 +48,8 @@ def test_each_target_has_its_matrix_instruction(target, product):
         ({"product": ""}, "no matrix instruction"),
         ({"spilled_bytes": 8}, "spills 8 bytes"),
         ({"kernel": "attention_dkv", "spilled_bytes": 8}, ""),
+        ({"kernel": "attention_flash", "spilled_bytes": 80}, ""),
+        ({"kernel": "attention_flash", "spilled_bytes": 88}, "spills 88 bytes"),
         ({"shared_bytes": 240000}, "240000 bytes of shared memory"),
         ({"kernel": "attention_delta", "product": ""}, ""),
     ],
@@ -61,10 +64,14 @@ def test_faults(change, word):
 @pytest.mark.skipif(helion_loader.why_missing() is not None, reason="needs Helion")
 def test_helion_compiles_for_what_is_not_there(monkeypatch):
     monkeypatch.setattr(lane, "problems", lambda _: [PLAIN])
-    (found,) = lane.run("sm_100a", ("helion",))
-    assert not found.faults
-    assert (found.product, found.kernel) == ("tcgen05", "attention_forward")
-    assert "forward" in lane.table([found])
+    before = dict(os.environ)
+    flash, forward = lane.run("sm_100a", ("helion",))
+    assert not flash.faults + forward.faults
+    assert (flash.product, flash.kernel) == ("tcgen05", "attention_flash")
+    assert (forward.product, forward.kernel) == ("tcgen05", "attention_forward")
+    assert min(flash.products, flash.bulk_copies, flash.setmaxnreg, flash.f32x2, flash.shared_bytes) > 0
+    assert "forward" in lane.table([flash, forward])
+    assert dict(os.environ) == before
 
 
 @pytest.mark.skipif(cute_loader.why_missing() is not None, reason="needs CuTe-DSL")

@@ -16,7 +16,6 @@ from hypothesis import strategies as st
 
 from tests.strategies import share
 from tests.support.philox import keep_mask
-from torch_bwattn.backends.helion import loader
 from torch_bwattn.testing import Results, judge, oracle, pt_reference
 
 interpreted = pytest.mark.interpreted
@@ -25,23 +24,7 @@ compile_only = pytest.mark.compile_only
 SEED = 0x123456789ABCDEF
 
 
-@pytest.fixture(autouse=True, scope="module")
-def fast_row_maximum():
-    """Halves the time: Triton's interpreter takes a reduction that it does not know one pair at a time."""
-    if not loader.interpreting():
-        yield
-        return
-    loader.load()
-    import triton.language as tl
-    from helion.runtime.triton import helpers
-
-    def max_propagate_nan(x, dim):
-        nan = tl.max((x != x).to(tl.int32), dim) > 0  # noqa: PLR0124
-        return tl.where(nan, float("nan"), tl.max(x, dim))
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(helpers, "max_propagate_nan", max_propagate_nan)
-        yield
+pytestmark = pytest.mark.usefixtures("fast_row_maximum")
 
 
 @dataclass(frozen=True)

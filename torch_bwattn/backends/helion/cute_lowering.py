@@ -110,8 +110,8 @@ def lowered(family: runtime.KernelFamily, args: Sequence[Any]) -> Any:
             bound = kernel.bind(tuple(args))
             if not bound.config_spec.cute_flash_search_enabled:
                 raise RuntimeError(f"{family.name}: expected Helion to recognise it, which it does not: {_miss(bound)}")
-            # Helion's own choice for the form and the sizes, without the split of long rows among programs: its
-            # scratch memory, kept for each stream, and its counters buy little here.
+            # Helion's own choice, which for a width and dtype depends on the sizes in this alone: few programs would
+            # split rows of keys. Without that, what a check at the first use has run is the body of every size.
             config = bound.config_spec.default_config()
             config.config["cute_flash_kv_split"] = 1
             return bound.compile_config(config, allow_print=False)
@@ -130,8 +130,8 @@ def _miss(bound: Any) -> str:
     """What first keeps a bound kernel from matching."""
     matcher = importlib.import_module("helion._compiler.cute.flex_match")
     reasons: list[str] = []
-    with bound.env, bound.host_function as host:
-        ir = host.device_ir
+    ir = bound.host_function.device_ir
+    with bound.env, bound.host_function:
         matcher.match_flex_envelope(ir.graphs, ir.grid_block_ids[0], env=bound.env, reasons=reasons)
     return reasons[0] if reasons else "its graph matches, so Helion's tcgen05 bodies are switched off"
 
