@@ -78,12 +78,12 @@ def problems(target: str) -> list[Problem]:
     """One problem of each kind that has kernels of its own: all features at width 128, the widths without."""
 
     def plain(width: int, value_dim: int = 0, dtype: torch.dtype = torch.bfloat16) -> Problem:
-        return Problem(target, dtype, 1, 4, 2, 300, 300, width, value_dim or width, width**-0.5)
+        return Problem(target, dtype, 1, 4, 2, 512, 512, width, value_dim or width, width**-0.5)
 
-    mask = (1, 1, 300, 300)
+    mask = {"q_len": 300, "kv_len": 300, "mask_sizes": (1, 1, 300, 300)}
     features: tuple[dict[str, Any], ...] = (
         {}, {"diagonal": 0}, {"diagonal": 0, "low_diagonal": -100}, {"softcap": 30.0}, {"sink_dtype": torch.float32},
-        {"mask_dtype": torch.bool, "mask_sizes": mask}, {"mask_dtype": torch.bfloat16, "mask_sizes": mask},
+        {"mask_dtype": torch.bool, **mask}, {"mask_dtype": torch.bfloat16, **mask},
         {"dropout_p": 0.1},
     )  # fmt: skip
     found = [dataclasses.replace(plain(128), **fields) for fields in features]
@@ -103,11 +103,10 @@ def compile_problem(problem: Problem, backend: str) -> list[Compiled]:
 
 def _helion(problem: Problem) -> Iterator[Compiled]:
     """What Helion lowers to CuTe-DSL for the problem, if anything, and its first choice among what goes to Triton."""
-    from ..backends.helion import flash, report
+    from ..backends.helion import report
 
     backend, x = get_backend("helion"), drawn.inputs(problem, "cpu")
-    offered = [offer.config for offer in backend.offers(problem) if offer]
-    for chosen in offered[: 2 if offered[0] == flash.CONFIG else 1]:
+    for chosen in [offer.config for offer in backend.offers(problem) if offer]:
         with report.collected() as prepared:
             if problem.backward:
                 made_up = drawn.made_up(problem, x, drawn.gradient_of(problem, x))
@@ -115,7 +114,9 @@ def _helion(problem: Problem) -> Iterator[Compiled]:
             else:
                 backend.forward(problem, chosen)(x)
         for one in prepared:
-            yield _judged(problem, _tcgen05(problem, *one) if chosen == flash.CONFIG else _triton(problem, *one))
+            yield _judged(problem, _triton(problem, *one) if one[0].cute is None else _tcgen05(problem, chosen, *one))
+        if all(family.cute is None for family, _, _ in prepared):
+            break
 
 
 def _triton(problem: Problem, family: KernelFamily, arguments: Sequence[Any], config: Mapping[str, Any]) -> Compiled:
@@ -130,14 +131,16 @@ def _triton(problem: Problem, family: KernelFamily, arguments: Sequence[Any], co
     )  # fmt: skip
 
 
-def _tcgen05(problem: Problem, family: KernelFamily, arguments: Sequence[Any], _: Mapping[str, Any]) -> Compiled:
-    from ..backends.helion import cute_lowering, flash, report
+def _tcgen05(
+    problem: Problem, chosen: str, family: KernelFamily, arguments: Sequence[Any], config: Mapping[str, Any]
+) -> Compiled:
+    from ..backends.helion import cute_lowering, report
 
     target = capability(problem.target) or (0, 0)
-    found = cute_lowering.compile_report(family, arguments, target, problem.target)
+    found = cute_lowering.compile_report(family, arguments, config, target, problem.target)
     counts = report.counted(found.ptx)
     return Compiled(
-        "helion", found.name, _words(problem), flash.CONFIG, "tcgen05" if counts["tcgen05"] else "",
+        "helion", found.name, _words(problem), chosen, "tcgen05" if counts["tcgen05"] else "",
         counts["tcgen05"], counts["tma"], counts["setmaxnreg"], counts["f32x2"], found.registers, found.frame_bytes,
         found.shared_bytes, found.seconds,
     )  # fmt: skip
@@ -197,10 +200,11 @@ _KNOWN_SPILLS = {
     (9, "attention_dq"): 304,
     (10, "attention_dkv"): 80,
     (10, "attention_flash"): 80,
+    (10, "attention_flash_backward"): 40,
 }
 """By major capability, bytes a thread of what is shipped. On Hopper Triton 3.7 spills where 3.6 does not, under which
 these tiles were the fastest; `cute` is the first choice there. On Blackwell smaller tiles have no tcgen05, and Helion's
-own tcgen05 body spills 80 bytes at width 64 and 24 at 128."""
+own tcgen05 bodies spill 80 bytes forward at width 64, 24 at 128; 40 backward at 128 by pairs of programs, 8 without."""
 _KNOWN_SPILLS_OF_FLOAT32 = 464  # of dK and dV: larger than with tiles that were slower on the H200
 
 

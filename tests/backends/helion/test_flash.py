@@ -40,7 +40,7 @@ def cute_is_there(monkeypatch):
 def test_refusals_name_their_reason(changes, word):
     problem = dataclasses.replace(BLACKWELL, **changes)
     offer, *others = HelionBackend().offers(problem)
-    assert offer.config == flash.CONFIG
+    assert offer.config == flash.NAME
     assert bool(offer) == (not word)
     assert word in offer.reason
     assert HelionBackend().supports(problem) == (offer or others[0])
@@ -61,13 +61,13 @@ def test_it_needs_cute_dsl(monkeypatch):
 @pytest.mark.parametrize("target", ["sm_80", "sm_90a", "sm_120a"])
 def test_only_targets_with_tcgen05_have_it(target):
     offers = HelionBackend().offers(dataclasses.replace(BLACKWELL, target=target))
-    assert flash.CONFIG not in [offer.config for offer in offers]
+    assert flash.NAME not in [offer.config for offer in offers]
 
 
 def test_it_goes_first_and_by_name():
     backend = HelionBackend()
     usual = backend.offers(BLACKWELL)[1].config
-    for config in ("", flash.CONFIG):
+    for config in ("", flash.NAME):
         assert isinstance(backend.forward(BLACKWELL, config), flash.Forward)
     assert not isinstance(backend.forward(BLACKWELL, usual), flash.Forward)
     with pytest.raises(ValueError, match="config"):

@@ -18,7 +18,7 @@ from ...problem import Problem
 from ...target import capability
 from .. import reference, sinks
 from ..base import Backend, BackwardFn, BackwardInputs, ForwardFn, ForwardInputs, Grads, Verdict, Wanted, named, no, yes
-from . import configs, flash, loader
+from . import configs, flash, flash_backward, loader
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _WIDEST = 256
@@ -49,8 +49,10 @@ class HelionBackend(Backend):
         if refusal:
             return (no(refusal),)
         if problem.backward:
-            return tuple(yes(_text(chosen)) for chosen in configs.backward_choices(problem))
-        return *_flash_offers(problem), *(yes(str(config)) for config in configs.forward_choices(problem))
+            usual = [_text(chosen) for chosen in configs.backward_choices(problem)]
+        else:
+            usual = [str(config) for config in configs.forward_choices(problem)]
+        return *_flash_offers(problem), *map(yes, usual)
 
     def _refusal(self, problem: Problem) -> str:
         arch = capability(problem.target)
@@ -68,26 +70,36 @@ class HelionBackend(Backend):
         return ""
 
     def forward(self, problem: Problem, config: str = "") -> ForwardFn:
-        if config:
-            offers = self.offers(problem)
-            config = offers[named(offers, config)].config
-        else:
-            config = self.supports(problem).config
-        if config == flash.CONFIG:
+        config = self._chosen(problem, config)
+        if config in flash.offered(problem):
             return flash.Forward(problem)
         choices = {str(choice): choice for choice in configs.forward_choices(problem)}
         return _Forward(problem, choices[config] if config else configs.forward(problem))
 
     def backward(self, problem: Problem, config: str = "") -> BackwardFn:
-        return _Backward(problem, configs.backward_choices(problem)[named(self.offers(problem), config)])
+        config = self._chosen(problem, config)
+        if config in flash_backward.offered(problem):
+            return flash_backward.Backward(problem, config)
+        choices = {_text(choice): choice for choice in configs.backward_choices(problem)}
+        return _Backward(problem, choices[config] if config else configs.backward(problem))
+
+    def _chosen(self, problem: Problem, config: str) -> str:
+        """The config of that name, or the backend's own choice; without a name where it refuses the problem."""
+        if not config:
+            return self.supports(problem).config
+        offers = self.offers(problem)
+        return offers[named(offers, config)].config
 
 
 def _flash_offers(problem: Problem) -> tuple[Verdict, ...]:
-    """Of the one config that Helion lowers to CuTe-DSL, on the targets that have its instructions."""
+    """Of what Helion lowers to CuTe-DSL, on the targets that have its instructions."""
     if not flash.has_tcgen05(problem.target):
         return ()
-    refusal = flash.why_not(problem)
-    return (no(refusal, flash.CONFIG) if refusal else yes(flash.CONFIG, note=flash.NOTE),)
+    way = flash_backward if problem.backward else flash
+    refusal = way.why_not(problem)
+    if refusal:
+        return (no(refusal, way.NAME),)
+    return tuple(yes(config, note=flash.NOTE) for config in way.offered(problem))
 
 
 def _text(chosen: dict[str, configs.Config]) -> str:

@@ -17,6 +17,7 @@ import torch
 
 from ...problem import Problem
 from ...target import capability
+from .forms import TCGEN05
 
 
 @dataclass(frozen=True)
@@ -120,16 +121,14 @@ _WINDOW_FORWARD = {128: Config(128, 64, 8, 3)}
 _FP32_FORWARD = {64: Config(32, 32, 4, 2), 128: Config(32, 64, 8, 1), 256: Config(16, 16, 4, 2)}
 
 
-_TENSOR_MEMORY = ((10, 0), (10, 3))
-"""Targets whose products accumulate in tensor memory. Their tiles were chosen by compiling alone, none was timed: the
-largest at which nothing spills, where Hopper's spills (192 to 1,104 bytes a thread in dK and dV) or, at width 256, asks
-for 259 KiB of shared memory, more than there is."""
-
+# Where products accumulate in tensor memory, tiles were chosen by compiling alone, none was timed: the largest at which
+# nothing spills, where Hopper's spills (192 to 1,104 bytes a thread in dK and dV) or, at width 256, asks for 259 KiB of
+# shared memory, more than there is.
 _TENSOR_MEMORY_FORWARD = {(256, "plain"): Config(128, 32, 8, 2)}
 
 
 def _has_tensor_memory(problem: Problem) -> bool:
-    return capability(problem.target) in _TENSOR_MEMORY
+    return capability(problem.target) in TCGEN05
 
 
 def forward(problem: Problem) -> Config:

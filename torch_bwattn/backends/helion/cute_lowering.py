@@ -27,7 +27,7 @@ from ..cute import report as reporting
 from . import loader, pretend, runtime
 
 if TYPE_CHECKING:
-    from collections.abc import Hashable, Iterator, Sequence
+    from collections.abc import Hashable, Iterator, Mapping, Sequence
 
 log = logging.getLogger(__name__)
 
@@ -38,32 +38,36 @@ _lock = threading.Lock()
 _lowered: dict[Hashable, Lowered] = {}
 
 
-def prepare(family: runtime.KernelFamily, args: Sequence[Any], device: torch.device) -> Lowered:
+def prepare(
+    family: runtime.KernelFamily, args: Sequence[Any], config: Mapping[str, Any], device: torch.device
+) -> Lowered:
     """The kernel for arguments of these sizes, which compiles at its first call.
 
     Args:
-        family: The kernel.
+        family: The kernel, which fits the arguments.
         args: All arguments; tensors contiguous and at multiples of 16 bytes.
-        device: Theirs, of compute capability 10.0 or 10.3.
-
-    Raises:
-        ValueError: Arguments do not fit the family.
+        config: What to change in the config that Helion chooses.
+        device: The tensors', of compute capability 10.0 or 10.3.
     """
-    family.check(args)
-    key = (family.name, device, *map(_signature, args))
+    features = (
+        _signature(value, name in family.constexprs) for name, value in zip(family.parameters, args, strict=True)
+    )
+    key = (family.name, device, tuple(config.items()), *features)
     with _lock:
-        return _lowered.setdefault(key, Lowered(family, device))
+        return _lowered.setdefault(key, Lowered(family, config, device))
 
 
-def _signature(value: Any) -> Any:
-    return (value.dtype, tuple(value.shape)) if isinstance(value, torch.Tensor) else type(value)
+def _signature(value: Any, constexpr: bool) -> Any:
+    if isinstance(value, torch.Tensor):
+        return value.dtype, tuple(value.shape)
+    return value if constexpr else type(value)
 
 
 class Lowered:
     """A kernel for fixed sizes on a device. Call it with all arguments of the kernel function."""
 
-    def __init__(self, family: runtime.KernelFamily, device: torch.device) -> None:
-        self.family, self.device = family, device
+    def __init__(self, family: runtime.KernelFamily, config: Mapping[str, Any], device: torch.device) -> None:
+        self.family, self.config, self.device = family, config, device
         self._host: Any = None
         self._lock = threading.Lock()
 
@@ -87,19 +91,23 @@ class Lowered:
                 return
             start = time.perf_counter()
             with _environment_unmoved(), compiling.alone():
-                host = lowered(self.family, args)
+                host = lowered(self.family, args, self.config)
                 host(*args)
             self._host = host
             log.info("compiled %s with tcgen05 in %.2f s", self.family.name, time.perf_counter() - start)
 
 
-def lowered(family: runtime.KernelFamily, args: Sequence[Any]) -> Any:
+def lowered(family: runtime.KernelFamily, args: Sequence[Any], config: Mapping[str, Any]) -> Any:
     """Helion's host function for a kernel on the current device, found to have a tcgen05 body.
 
     Raises:
         ImportError: CuTe-DSL is missing.
         RuntimeError: Helion does not recognise the kernel function.
+        ValueError: The kernel has no form to be recognised.
     """
+    form = family.cute
+    if form is None:
+        raise ValueError(f"family: expected one with a CuTe form, got {family}")
     cute_loader.load()
     helion = loader.load()
     kernel = helion.kernel(family.function, backend="cute", static_shapes=True, autotune_effort="none")
@@ -108,26 +116,22 @@ def lowered(family: runtime.KernelFamily, args: Sequence[Any]) -> Any:
     def bind() -> Any:
         with torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext():
             bound = kernel.bind(tuple(args))
-            if not bound.config_spec.cute_flash_search_enabled:
+            if not getattr(bound.config_spec, form.flag):
                 raise RuntimeError(f"{family.name}: expected Helion to recognise it, which it does not: {_miss(bound)}")
-            # Helion's own choice, which for a width and dtype depends on the sizes in this alone: few programs would
-            # split rows of keys. Without that, what a check at the first use has run is the body of every size.
-            config = bound.config_spec.default_config()
-            config.config["cute_flash_kv_split"] = 1
-            return bound.compile_config(config, allow_print=False)
+            chosen = bound.config_spec.default_config()
+            chosen.config.update(config)
+            return bound.compile_config(chosen, allow_print=False)
 
     with runtime.binding():
         host = runtime.in_new_thread(bind)
-    kinds = {plan["kind"] for plan in getattr(_launched(host, args)[0], _PLANS, ())}
-    if kinds != {"helion_flash"}:
-        raise RuntimeError(
-            f"{family.name}: expected Helion to make a tcgen05 body, got {sorted(kinds) or 'scalar code'}"
-        )
+    kinds = [plan["kind"] for plan in getattr(_launched(host, args)[0], _PLANS, ())]
+    if kinds != [form.kind]:
+        raise RuntimeError(f"{family.name}: expected Helion to make {form.kind}, got {kinds or 'scalar code'}")
     return host
 
 
 def _miss(bound: Any) -> str:
-    """What first keeps a bound kernel from matching."""
+    """What first keeps a bound kernel from matching, as the matcher of lists of blocks says it; others say nothing."""
     matcher = importlib.import_module("helion._compiler.cute.flex_match")
     reasons: list[str] = []
     ir = bound.host_function.device_ir
@@ -159,13 +163,14 @@ def _environment_unmoved() -> Iterator[None]:
 
 
 def compile_report(
-    family: runtime.KernelFamily, args: Sequence[Any], target: tuple[int, int], arch: str
+    family: runtime.KernelFamily, args: Sequence[Any], config: Mapping[str, Any], target: tuple[int, int], arch: str
 ) -> reporting.KernelReport:
     """Binds and compiles for a GPU that is not there, and reads the result's resources.
 
     Args:
         family: The kernel.
         args: Arguments as for a call, on the CPU; their values are not read.
+        config: What to change in the config that Helion chooses.
         target: Compute capability to pretend.
         arch: Its name, ``"sm_100a"``.
 
@@ -178,7 +183,7 @@ def compile_report(
     family.check(args)
     start = time.perf_counter()
     with pretend.pretend_cuda(target), _environment_unmoved():
-        kernel, grid, values, options = _launched(lowered(family, args), args)
+        kernel, grid, values, options = _launched(lowered(family, args, config), args)
         launcher = importlib.import_module("helion.runtime.cute.launcher")
         sms = torch.cuda.get_device_properties(0).multi_processor_count
         entry = launcher._build_cute_schema_and_args(kernel, values, (*grid, 1, 1)[:3], bake_tensor_shapes=True)

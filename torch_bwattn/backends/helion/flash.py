@@ -17,39 +17,62 @@ from ...problem import Problem
 from ...target import capability
 from ..base import ForwardInputs
 from ..cute import loader as cute_loader
-from . import flash_blocks, loader
+from . import flash_blocks, forms, loader
 
-CONFIG = "tcgen05 through CuTe-DSL, blocks of 128x128"
+NAME = "tcgen05 through CuTe-DSL, blocks of 128x128"
 NOTE = "compiles some 10 s for each batch x heads and each pair of padded lengths"
 
-_TARGETS = ((10, 0), (10, 3))
 _DTYPES = (torch.bfloat16, torch.float16)
 _WIDEST = 128
 _FEWEST_QUERIES = 64
 _OLDEST_CUDA = 13
 _INT32_MAX = 2**31 - 1
 
-_TRITON = {"block_sizes": [128, 128], "num_warps": 8, "num_stages": 2, "indexing": "pointer"}
-"""For the kernel through Triton, where its values are tested; not for use, as it was timed nowhere."""
+TRITON = {"block_sizes": [128, 128], "num_warps": 8, "num_stages": 2, "indexing": "pointer"}
+"""For the kernels through Triton, where their values are tested; not for use, as they were timed nowhere."""
+
+_HELION = {"cute_flash_kv_split": 1}
+"""What is changed in Helion's own choice, which for a width and dtype depends on the sizes in this alone: few programs
+would split rows of keys. Without that, what a check at the first use has run is the body of every size."""
 
 
 def has_tcgen05(target: str) -> bool:
     """Whether a target has the instructions."""
-    return capability(target) in _TARGETS
+    return capability(target) in forms.TCGEN05
 
 
-def why_not(problem: Problem) -> str:
-    """Why the kernel does not take a problem of such a target, or nothing."""
+def _unbuildable() -> str:
     missing = cute_loader.why_missing()
     if missing:
         return missing
     built_for = torch.version.cuda
     if built_for is not None and int(built_for.split(".")[0]) < _OLDEST_CUDA:
         return f"it needs PyTorch built for CUDA {_OLDEST_CUDA} or later, got {built_for}"
-    return _shape_refusal(problem) or _feature_refusal(problem)
+    return ""
 
 
-def _shape_refusal(problem: Problem) -> str:
+def offered(_: Problem) -> tuple[str, ...]:
+    """The configs for a problem: one."""
+    return (NAME,)
+
+
+def common_refusal(problem: Problem, longest: int) -> str:
+    """Why neither the forward nor the backward takes a problem whose longer length is padded to this, or nothing."""
+    return _unbuildable() or _shape_refusal(problem, longest) or _feature_refusal(problem)
+
+
+def why_not(problem: Problem) -> str:
+    """Why the kernel does not take a problem of such a target, or nothing."""
+    refusal = common_refusal(problem, flash_blocks.padded_length(max(problem.q_len, problem.kv_len)))
+    if refusal:
+        return refusal
+    blocks = flash_blocks.block_count(problem.q_len, problem.kv_len)
+    if blocks > flash_blocks.MOST_BLOCKS:
+        return f"it takes up to {flash_blocks.MOST_BLOCKS} blocks of 128x128, got {blocks}"
+    return "it takes no sink" if problem.sink_dtype is not None else ""
+
+
+def _shape_refusal(problem: Problem, longest: int) -> str:
     if problem.dtype not in _DTYPES:
         return f"it takes bfloat16 and float16, got {problem.dtype}"
     if not (0 < problem.head_dim <= _WIDEST and 0 < problem.value_dim <= _WIDEST):
@@ -58,11 +81,7 @@ def _shape_refusal(problem: Problem) -> str:
         return "nothing to attend needs no kernel"
     if problem.q_len <= _FEWEST_QUERIES:
         return f"it takes more than {_FEWEST_QUERIES} queries, for tiles of 128, got {problem.q_len}"
-    blocks = flash_blocks.block_count(problem.q_len, problem.kv_len)
-    if blocks > flash_blocks.MOST_BLOCKS:
-        return f"it takes up to {flash_blocks.MOST_BLOCKS} blocks of 128x128, got {blocks}"
-    longest = flash_blocks.padded_length(max(problem.q_len, problem.kv_len))
-    if problem.batch * problem.heads * longest * _width(problem) > _INT32_MAX:
+    if problem.batch * problem.heads * longest * width_of(problem) > _INT32_MAX:
         return f"it takes tensors of up to {_INT32_MAX} elements once padded"
     return ""
 
@@ -74,14 +93,13 @@ def _feature_refusal(problem: Problem) -> str:
         return "it takes no dropout"
     if problem.softcap is not None:
         return "it takes no soft cap"
-    if problem.sink_dtype is not None:
-        return "it takes no sink"
     if problem.scale <= 0.0:
-        return f"it takes scales above 0, for it scales row maxima, got {problem.scale}"
+        return f"it takes scales above 0, for it masks and compares scores before they are scaled, got {problem.scale}"
     return ""
 
 
-def _width(problem: Problem) -> int:
+def width_of(problem: Problem) -> int:
+    """The width that a problem's queries, keys and values are padded to."""
     return flash_blocks.padded_width(max(problem.head_dim, problem.value_dim))
 
 
@@ -93,7 +111,7 @@ class Forward:
         self._bounds = flash_blocks.bounds(problem.q_len, problem.kv_len, problem.diagonal, problem.low_diagonal)
         self._rows = flash_blocks.padded_length(problem.q_len)
         self._columns = flash_blocks.padded_length(problem.kv_len)
-        self._width = _width(problem)
+        self._width = width_of(problem)
         self._launch: Any = None
 
     def __call__(self, x: ForwardInputs) -> tuple[Tensor, Tensor]:
@@ -115,7 +133,9 @@ class Forward:
             *self._bounds,
         )
         if self._launch is None:
-            self._launch = prepare(arguments, device)
+            loader.load()
+            family = importlib.import_module(f"{__package__}.flash_cute").FLASH
+            self._launch = family.prepare(arguments, _HELION)
         self._launch(*arguments)
         if o is not out:
             out.copy_(o[:, :, : problem.q_len, : problem.value_dim])
@@ -127,27 +147,18 @@ class Forward:
         return sizes, dense_strides(q, sizes)
 
 
-def prepare(arguments: tuple[Any, ...], device: torch.device) -> Any:
-    """A launch of the kernel for arguments of these sizes: with tcgen05 where the device has it."""
-    loader.load()
-    family = importlib.import_module(f"{__package__}.flash_cute").FLASH
-    if device.type == "cuda" and torch.cuda.get_device_capability(device) in _TARGETS:
-        return importlib.import_module(f"{__package__}.cute_lowering").prepare(family, arguments, device)
-    return family.prepare(arguments, _TRITON)
-
-
-def padded(tensor: Tensor, length: int, width: int) -> Tensor:
+def padded(tensor: Tensor, length: int, width: int, zeros: int | None = None) -> Tensor:
     """A ``[B, H, S, D]`` tensor as ``[1, B * H, length, width]``: a view where that is possible, else a copy.
 
-    Zeros follow each row, and the last row to the end of its block of 128; rows of later blocks, which no list names,
-    are not written.
+    Zeros follow each row, and the last row up to row ``zeros``, by default the end of its block of 128: rows of later
+    blocks, which no list names, are not written.
     """
     batch, heads, rows, columns = tensor.shape
     folded = (1, batch * heads, length, width)
     if (rows, columns) == (length, width) and tensor.is_contiguous() and tensor.data_ptr() % 16 == 0:
         return tensor.view(folded)
     copy = tensor.new_empty((batch, heads, length, width))
-    end = -(-rows // flash_blocks.BLOCK) * flash_blocks.BLOCK
+    end = -(-rows // flash_blocks.BLOCK) * flash_blocks.BLOCK if zeros is None else zeros
     copy[:, :, :rows, :columns].copy_(tensor)
     if columns < width:
         copy[:, :, :rows, columns:].zero_()

@@ -26,7 +26,7 @@ from __future__ import annotations
 import helion.language as hl
 import torch
 
-from . import runtime
+from . import flash, forms, runtime
 
 
 def attention_flash(
@@ -129,4 +129,5 @@ FLASH = runtime.KernelFamily(
     },
     specialized=("D",),
     canonical={"H": 6, "G": 3, "R": 5, "L": 7},
+    cute=forms.CuteForm("cute_flash_search_enabled", "helion_flash", flash.TRITON),
 )

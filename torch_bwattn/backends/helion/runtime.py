@@ -30,7 +30,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ...errors import SettingError
-from . import loader, pretend, specialization
+from . import forms, loader, pretend, specialization
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
@@ -74,6 +74,7 @@ class KernelFamily:
         canonical: Sizes to bind on, for names not in :data:`CANONICAL_SIZES`.
         settings: Further settings of ``helion.kernel``. The default dot precision is ``ieee``: fp32 inputs must never
             be rounded to tf32, and 16-bit inputs do not read it.
+        cute: For a function that is lowered to CuTe-DSL where there is tcgen05, to Triton elsewhere.
     """
 
     def __init__(
@@ -84,8 +85,10 @@ class KernelFamily:
         specialized: Sequence[str] = ("D", "Dv"),
         canonical: Mapping[str, int] | None = None,
         settings: Mapping[str, Any] | None = None,
+        cute: forms.CuteForm | None = None,
     ) -> None:
         self.function = function
+        self.cute = cute
         self.name = function.__name__
         self.parameters = tuple(inspect.signature(function).parameters)
         self.dims = {name: tuple(text.split()) for name, text in dims.items()}
@@ -111,12 +114,13 @@ class KernelFamily:
         """Number of Triton binaries compiled so far, over all features."""
         return sum(len(bound.binaries) for bound in list(self._bound.values()))
 
-    def prepare(self, args: Sequence[Any], config: Mapping[str, Any]) -> PreparedLaunch:
+    def prepare(self, args: Sequence[Any], config: Mapping[str, Any]) -> Callable[..., None]:
         """Makes a launch for the shapes, strides and flags of ``args``; binds and compiles only what is new.
 
         Args:
             args: All arguments of the kernel function, in order.
-            config: A Helion config (``helion.Config`` or a dict of its keys).
+            config: A Helion config (``helion.Config`` or a dict of its keys); with a ``cute`` form what to change in
+                the one that Helion chooses.
 
         Returns:
             A callable for arguments of the same shapes, strides, dtypes and flags; pointers and float or int scalars
@@ -139,6 +143,10 @@ class KernelFamily:
                 f"{self.name}: expected CUDA tensors, got {device.type} ones; without a GPU use "
                 "report.compile_report, or TRITON_INTERPRET=1 (set before triton is imported) to run in the interpreter"
             )
+        if self.cute is not None:
+            if capability in forms.TCGEN05:
+                return importlib.import_module(f"{__package__}.cute_lowering").prepare(self, args, config, device)
+            config = self.cute.triton
         bound = self.bind(args, config, capability, index_dtype, device)
         return PreparedLaunch(self, bound, args, device)
 
