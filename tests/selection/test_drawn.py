@@ -36,8 +36,9 @@ def problems(draw):
     width = draw(st.sampled_from((32, 64, 128, 192, 256)))
     mask = draw(st.sampled_from((None, torch.bool, torch.bfloat16)))
     sizes = tuple(draw(st.sampled_from((1, most))) for most in (3, 8, q_len, kv_len)) if mask else None
+    target = draw(st.sampled_from(("sm_90a", "sm_100a")))
     return Problem(
-        "sm_90a", torch.bfloat16, 3, 8, 8 // group, q_len, kv_len, width, width, 0.1, mask_dtype=mask, mask_sizes=sizes,
+        target, torch.bfloat16, 3, 8, 8 // group, q_len, kv_len, width, width, 0.1, mask_dtype=mask, mask_sizes=sizes,
         backward=draw(st.booleans()), softcap=draw(st.none() | st.just(9.0)), **ends,
     )  # fmt: skip
 

@@ -11,10 +11,11 @@ from torch import Tensor
 
 from .. import testing
 from ..backends.base import Backend, BackwardInputs, ForwardInputs, Grads
+from ..backends.helion.forms import WHOLE_KEYS
 from ..backends.materialised import visible
 from ..backends.philox import keep_mask
 from ..problem import Problem
-from .key import FEW_QUERIES
+from .key import FEW_QUERIES, has_whole_keys
 
 _CHECKED_Q_LEN, _CHECKED_KV_LEN = 330, 590
 """Of a self-check's problem: past the largest tiles, of 256 and of 512, and no multiple of any."""
@@ -27,6 +28,10 @@ def small(problem: Problem) -> Problem:
     kv_len = _CHECKED_KV_LEN
     if problem.kv_len <= problem.q_len:
         kv_len = q_len if problem.kv_len == problem.q_len else max(1, q_len // 2)
+    if has_whole_keys(problem):
+        equal = q_len == kv_len
+        kv_len = -(-kv_len // WHOLE_KEYS) * WHOLE_KEYS
+        q_len = kv_len if equal else q_len
     sizes = (min(problem.batch, 2), kv_heads * group, q_len, kv_len)
     diagonal, low_diagonal = _small_window(problem, q_len, kv_len)
     mask_sizes = problem.mask_sizes

@@ -12,7 +12,9 @@ from typing import NamedTuple
 
 import torch
 
+from ..backends.helion.forms import TCGEN05, WHOLE_KEYS
 from ..problem import Problem, dtype_name
+from ..target import capability
 
 _FEWEST = 16
 _WIDTHS = (32, 64, 96, 128, 192, 256)
@@ -78,8 +80,15 @@ def features_of(problem: Problem) -> str:
         "equal-lengths": problem.q_len == problem.kv_len,
         "blind-rows": problem.diagonal is not None and problem.diagonal < 0,
         "scale<=0": problem.scale <= 0.0,
+        "whole-keys": has_whole_keys(problem),
     }
     return " ".join([*words, *(word for word, holds in more.items() if word and holds)])
+
+
+def has_whole_keys(problem: Problem) -> bool:
+    """Whether a backward on Blackwell has keys in whole tiles, none hidden: then one more kernel takes it."""
+    blackwell = problem.backward and capability(problem.target) in TCGEN05
+    return blackwell and problem.diagonal is None and problem.low_diagonal is None and problem.kv_len % WHOLE_KEYS == 0
 
 
 def _mask(problem: Problem) -> str | None:

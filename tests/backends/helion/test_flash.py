@@ -78,6 +78,7 @@ def test_few_padded_lengths_serve_all():
     lengths = range(1, 131073)
     padded = [flash_blocks.padded_length(length) for length in lengths]
     assert len(set(padded)) == 19
+    assert len({flash_blocks.padded_length(length, 8, 256) for length in lengths}) < 64
     assert all(length <= most and most % 128 == 0 for length, most in zip(lengths, padded, strict=True))
     assert all(most <= 1.5 * length for length, most in zip(lengths, padded, strict=True) if length > 256)
 
@@ -176,19 +177,12 @@ def test_values_through_triton():
         check(flash.Forward(problem), problem, *rest)
 
 
-@pytest.mark.interpreted
-def test_a_whole_call_of_the_backend_in_fp16():
-    problem, x, settings = called((100, 129), widths=(8, 128), heads=1, kv_heads=1, dtype=torch.float16, is_causal=True)
-    problem = dataclasses.replace(problem, target="sm_100a")
-    check(HelionBackend().forward(problem), problem, x, settings)
-
-
 @pytest.mark.compile_only
 def test_what_helion_does_not_recognise_is_an_error():
-    from torch_bwattn.backends.helion import cute_lowering, flash_cute, pretend
+    from torch_bwattn.backends.helion import backward, cute_lowering, flash_cute, pretend, runtime
 
-    blocks = flash_blocks.blocks(256, 256, 256, -256, torch.device("cpu"))
-    q, k, v, o = (torch.empty(1, 1, 256, 64) for _ in range(4))
-    arguments = (q, k, v, *blocks, o, torch.empty(1, 1, 256), 0.3, 256, 256, -256)
-    with pretend.pretend_cuda((10, 0)), pytest.raises(RuntimeError, match="Q/K/V must be fp16 or bf16"):
-        cute_lowering.lowered(flash_cute.FLASH, arguments)
+    dims = {name: " ".join(sizes) for name, sizes in backward.DELTA.dims.items()}
+    other = runtime.KernelFamily(backward.attention_delta, dims=dims, cute=flash_cute.FLASH.cute)
+    o, lse = torch.empty(1, 1, 256, 64, dtype=torch.float16), torch.empty(1, 1, 256)
+    with pretend.pretend_cuda((10, 0)), pytest.raises(RuntimeError, match="recognise it, which it does not: flex:"):
+        cute_lowering.lowered(other, (o, o.clone(), lse, None, lse.clone(), lse.clone(), 1.0, False), {})

@@ -17,7 +17,7 @@ from ...layout import dense_strides
 from ...problem import Problem
 from .. import sinks
 from ..base import BackwardInputs, Grads, Wanted
-from . import configs, flash, flash_blocks, loader
+from . import configs, flash, flash_blocks, forms, loader
 
 NAME = "tcgen05 through CuTe-DSL, tiles of 128x128"
 CONFIGS = {f"{NAME}, programs in pairs": 2, NAME: 1}
@@ -28,14 +28,13 @@ _PAIR_WIDTH = 128
 
 
 def offered(problem: Problem) -> tuple[str, ...]:
-    """The configs for a problem's sizes."""
-    pairs = flash.width_of(problem) == _PAIR_WIDTH and _padded(problem.kv_len) % (2 * flash_blocks.BLOCK) == 0
-    return tuple(name for name, programs in CONFIGS.items() if programs == 1 or pairs)
+    """The configs for a problem's width."""
+    return tuple(CONFIGS) if flash.width_of(problem) == _PAIR_WIDTH else (NAME,)
 
 
 def why_not(problem: Problem) -> str:
     """Why the kernel does not take a problem of such a target, or nothing."""
-    refusal = flash.common_refusal(problem, max(_padded(problem.q_len), _padded(problem.kv_len)))
+    refusal = flash.common_refusal(problem, _padded(max(problem.q_len, problem.kv_len)))
     if refusal:
         return refusal
     if problem.low_diagonal is not None:
@@ -44,14 +43,14 @@ def why_not(problem: Problem) -> str:
         lengths = f"Sq={problem.q_len}, Skv={problem.kv_len} and j <= i + {problem.diagonal}"
         return f"it takes causality of equal lengths, j <= i, got {lengths}"
     if problem.diagonal is None and problem.kv_len != _padded(problem.kv_len):
-        return f"it takes {_padded(problem.kv_len)} keys that nothing hides, and no padding for {problem.kv_len}"
+        return f"it takes {_padded(problem.kv_len)} keys that nothing hides, and no padding, got {problem.kv_len}"
     if problem.deterministic:
         return "it adds up the query's gradient in an order that differs from run to run"
     return ""
 
 
 def _padded(length: int) -> int:
-    return flash_blocks.padded_length(length, _PER_DOUBLING)
+    return flash_blocks.padded_length(length, _PER_DOUBLING, forms.WHOLE_KEYS)
 
 
 class Backward:

@@ -17,13 +17,13 @@ MOST_BLOCKS = 1 << 20
 """Blocks of a table, 4 MiB of each list: 131,072 queries by as many keys. It is the one thing that grows with both."""
 
 
-def padded_length(length: int, per_doubling: int = 2) -> int:
-    """The length that a kernel is compiled for: so many to each doubling, multiples of 128, at least 256.
+def padded_length(length: int, per_doubling: int = 2, multiple: int = BLOCK) -> int:
+    """The length that a kernel is compiled for: so many to each doubling, multiples of a tile, at least 256.
 
-    With 2, 19 sizes serve all lengths up to 131,072, and a length grows by up to a half; with 8, 63 and an eighth.
-    Where blocks are listed, what is padded costs a copy and no product: it is in no list.
+    With 2, 19 sizes serve all lengths up to 131,072, and a length grows by up to a half; with 8 some 60 do, and it
+    grows by up to an eighth. Where blocks are listed, what is padded costs a copy and no product: it is in no list.
     """
-    step = max(BLOCK, (1 << (length - 1).bit_length()) // 2 // per_doubling)
+    step = max(multiple, (1 << (length - 1).bit_length()) // 2 // per_doubling)
     return max(_LEAST, -(-length // step) * step)
 
 

@@ -9,6 +9,9 @@ from typing import Any
 TCGEN05 = ((10, 0), (10, 3))
 """Compute capabilities with tcgen05, whose products accumulate in tensor memory."""
 
+WHOLE_KEYS = 256
+"""Of so many keys a tcgen05 backward takes multiples alone where nothing hides what would be padded."""
+
 
 @dataclass(frozen=True)
 class CuteForm:
