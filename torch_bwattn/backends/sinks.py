@@ -1,4 +1,4 @@
-"""The gradient of a sink, from what a backward knows of each row: little, so left to PyTorch."""
+"""A sink beside kernels that know none, and its gradient: both of what is known of each row, so left to PyTorch."""
 
 from __future__ import annotations
 
@@ -6,6 +6,20 @@ import torch
 from torch import Tensor
 
 _LOG2_E = 1.4426950408889634
+
+
+def join(out: Tensor, lse: Tensor, sink: Tensor) -> Tensor:
+    """Lets a sink join denominators: scales a forward's ``out`` in place, and returns the log-sum-exp with the sink.
+
+    Args:
+        out: ``[B, Hq, Sq, Dv]``, the forward's without a sink.
+        lse: ``[B, Hq, Sq]``, fp32, its.
+        sink: ``[Hq]``.
+    """
+    whole = torch.logaddexp(lse, sink.to(torch.float32).unsqueeze(1))
+    share = torch.where(lse == -torch.inf, 0.0, torch.exp(lse - whole))
+    out.mul_(share.unsqueeze(-1))
+    return whole
 
 
 def gradient(

@@ -32,7 +32,8 @@ def cute_is_there(monkeypatch):
         ({"dtype": torch.float32}, "float32"), ({"value_dim": 136}, "Dv=136"), ({"q_len": 64}, "64 queries"),
         ({"kv_len": 0}, "nothing to attend"), ({"q_len": 131073, "kv_len": 131072}, "1572864"),
         ({"batch": 1024, "q_len": 4096}, "elements"), ({"mask_dtype": torch.bool, "mask_sizes": (1, 1, 1, 1)}, "mask"),
-        ({"dropout_p": 0.1}, "dropout"), ({"softcap": 9.0}, "soft cap"), ({"sink_dtype": torch.float32}, "sink"),
+        ({"dropout_p": 0.1}, "dropout"), ({"softcap": 1e4}, "soft cap"),
+        ({"softcap": 9.0, "sink_dtype": torch.float32}, ""),
         ({"scale": -0.1}, "-0.1"), ({"scale": 0.0}, "above 0"),
     ],
     ids=str,
@@ -138,6 +139,7 @@ CALLS = (
     {"lengths": (300, 90), "is_causal": True, "causal_alignment": "bottom_right"},
     {"lengths": (130, 300), "window": (20, -1), "kv_heads": 2},
     {"lengths": (65, 1)},
+    {"lengths": (100, 90), "is_causal": True, "causal_alignment": "bottom_right", "softcap": 2.0, "sink": True},
 )
 
 
@@ -155,9 +157,10 @@ def called(lengths, widths=(64, 64), batch=1, heads=2, kv_heads=1, dtype=torch.f
         drawn(kv_heads, lengths[1], widths[1]),
     )
     settings = {"scale": 0.3, "is_causal": False, "causal_alignment": "top_left", "dropout_p": 0.0, **options}
+    settings["sink"] = torch.randn(heads) if settings.pop("sink", False) else None
     problem = describe(q, k, v, None, **settings)
     settings["window_size"] = settings.pop("window", None)
-    return problem, ForwardInputs(q, k, v, None, None), {**settings, "enable_gqa": True}
+    return problem, ForwardInputs(q, k, v, None, None, settings["sink"]), {**settings, "enable_gqa": True}
 
 
 def check(forward, problem, x, settings):

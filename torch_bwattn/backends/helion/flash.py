@@ -15,6 +15,7 @@ from torch import Tensor
 from ...layout import dense_strides
 from ...problem import Problem
 from ...target import capability
+from .. import sinks
 from ..base import ForwardInputs
 from ..cute import loader as cute_loader
 from . import flash_blocks, forms, loader
@@ -26,6 +27,7 @@ _DTYPES = (torch.bfloat16, torch.float16)
 _WIDEST = 128
 _FEWEST_QUERIES = 64
 _OLDEST_CUDA = 13
+_LARGEST_CAP = 1e3  # its tanh is right to 1e-7 of the cap, not of small scores
 _INT32_MAX = 2**31 - 1
 
 TRITON = {"block_sizes": [128, 128], "num_warps": 8, "num_stages": 2, "indexing": "pointer"}
@@ -69,7 +71,9 @@ def why_not(problem: Problem) -> str:
     blocks = flash_blocks.block_count(problem.q_len, problem.kv_len)
     if blocks > flash_blocks.MOST_BLOCKS:
         return f"it takes up to {flash_blocks.MOST_BLOCKS} blocks of 128x128, got {blocks}"
-    return "it takes no sink" if problem.sink_dtype is not None else ""
+    if problem.softcap is not None and problem.softcap > _LARGEST_CAP:
+        return f"it takes soft caps up to {_LARGEST_CAP:g}, got {problem.softcap}"
+    return ""
 
 
 def _shape_refusal(problem: Problem, longest: int) -> str:
@@ -91,8 +95,6 @@ def _feature_refusal(problem: Problem) -> str:
         return "it takes no mask"
     if problem.dropout_p > 0.0:
         return "it takes no dropout"
-    if problem.softcap is not None:
-        return "it takes no soft cap"
     if problem.scale <= 0.0:
         return f"it takes scales above 0, for it masks and compares scores before they are scaled, got {problem.scale}"
     return ""
@@ -128,7 +130,8 @@ class Forward:
             *flash_blocks.blocks(problem.q_len, problem.kv_len, *self._bounds, device),
             o.view(1, heads, self._rows, self._width),
             lse.view(1, heads, self._rows),
-            problem.scale,
+            problem.scale / (problem.softcap or 1.0),
+            problem.softcap,
             problem.kv_len,
             *self._bounds,
         )
@@ -139,7 +142,8 @@ class Forward:
         self._launch(*arguments)
         if o is not out:
             out.copy_(o[:, :, : problem.q_len, : problem.value_dim])
-        return out, lse[..., : problem.q_len].contiguous()
+        lse = lse[..., : problem.q_len].contiguous()
+        return out, lse if x.sink is None else sinks.join(out, lse, x.sink)
 
     def _layout(self, q: Tensor) -> tuple[Any, Any]:
         problem = self.problem

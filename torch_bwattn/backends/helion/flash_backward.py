@@ -39,6 +39,8 @@ def why_not(problem: Problem) -> str:
         return refusal
     if problem.low_diagonal is not None:
         return "it takes no window"
+    if problem.softcap is not None:
+        return "it takes no soft cap"
     if problem.diagonal is not None and (problem.diagonal != 0 or problem.q_len != problem.kv_len):
         lengths = f"Sq={problem.q_len}, Skv={problem.kv_len} and j <= i + {problem.diagonal}"
         return f"it takes causality of equal lengths, j <= i, got {lengths}"

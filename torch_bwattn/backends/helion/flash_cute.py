@@ -2,14 +2,14 @@
 
 For one folded head (batch and head in one), with ``c`` the scale, row ``i`` a query and ``j`` a key::
 
-    s_ij = c * q_i . k_j     -inf unless j < n and i + low <= j <= i + high
+    s_ij = c * q_i . k_j     -inf unless j < n and i + low <= j <= i + high; with a soft cap, cap * tanh(s_ij / cap)
     lse_i = log sum_j exp(s_ij)             -inf for a row without a visible key
     o_i = sum_j exp(s_ij - lse_i) * v_j     0 for a row without a visible key
 
 The scores are cut in blocks of 128 queries by 128 keys. Two lists say for each row of blocks which of them are wholly
 visible and which in part; no other is visited, and only those of the second list compare positions. The lists are
 tensors (:mod:`.flash_blocks`) and the bounds are numbers, so causality, windows, ragged lengths and scales are all one
-kernel: what is compiled for are the padded sizes alone.
+kernel: what is compiled for are the padded sizes, and whether there is a soft cap.
 
 Helion compares this function's graph with a pattern, node for node, and takes its tcgen05 body where they are equal;
 where they are not, it says nothing and makes scalar code. Hence what looks odd here: the literals (no module's names),
@@ -40,6 +40,7 @@ def attention_flash(
     o: torch.Tensor,
     lse: torch.Tensor,
     scale: float,
+    softcap: float | None,
     n: int,
     high: int,
     low: int,
@@ -56,7 +57,8 @@ def attention_flash(
         part_index: Which.
         o: Output [1, H, M, D], written.
         lse: Natural log-sum-exp [1, H, M], fp32, written.
-        scale: Multiplies q . k; above 0.
+        scale: Multiplies q . k; above 0. With a soft cap, divided by it.
+        softcap: None, or the bound of the scores.
         n: Keys from here on are padding.
         high: Query i sees key j when j <= i + high,
         low: and j >= i + low.
@@ -84,7 +86,7 @@ def attention_flash(
                 k_tile = k[b, hk, tile_n, :]
                 v_tile = v[b, hk, tile_n, :]
                 s = hl.dot(q_tile, k_tile.T, acc=hl.zeros([tile_m, tile_n], dtype=torch.float32))
-                p, alpha, m_next = _softmax(s * scale, m)
+                p, alpha, m_next = _softmax(_score(s, scale, softcap), m)
                 l = l * alpha + torch.sum(p, -1)
                 acc = hl.dot(p.to(v.dtype), v_tile, acc=acc * alpha[:, None])
                 m = m_next
@@ -97,13 +99,17 @@ def attention_flash(
                 s = hl.dot(q_tile, k_tile.T, acc=hl.zeros([tile_m, tile_n], dtype=torch.float32))
                 j = tile_n.index[None, :]
                 seen = (j < n) & (j <= i + high) & (j >= i + low)
-                p, alpha, m_next = _softmax(torch.where(seen, s * scale, float("-inf")), m)
+                p, alpha, m_next = _softmax(torch.where(seen, _score(s, scale, softcap), float("-inf")), m)
                 l = l * alpha + torch.sum(p, -1)
                 acc = hl.dot(p.to(v.dtype), v_tile, acc=acc * alpha[:, None])
                 m = m_next
         divisor = torch.where(l == 0.0, 1.0, l)
         o[b, h, tile_m, :] = (acc / divisor[:, None]).to(o.dtype)
         lse[b, h, tile_m] = (m + torch.log2(divisor)) * 0.6931471805599453
+
+
+def _score(s: torch.Tensor, scale: float, softcap: float | None) -> torch.Tensor:
+    return s * scale if softcap is None else torch.tanh(s * scale) * softcap
 
 
 def _softmax(s: torch.Tensor, m: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
