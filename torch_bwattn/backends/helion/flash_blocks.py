@@ -11,6 +11,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from .runtime import refuse_during_capture
+
 BLOCK = 128
 _LEAST = 2 * BLOCK  # below, Helion's pattern takes the lists for trivial ones
 MOST_BLOCKS = 1 << 20
@@ -64,6 +66,7 @@ def blocks(q_len: int, kv_len: int, high: int, low: int, device: torch.device) -
 
 @functools.lru_cache(maxsize=64)
 def _blocks(q_len: int, kv_len: int, high: int, low: int, device: torch.device) -> Blocks:
+    refuse_during_capture("attention_flash", device)
     # Helion keeps what it derives from these by their versions, which tensors of inference mode have not.
     with torch.inference_mode(False):
         row = torch.arange(padded_length(q_len) // BLOCK, device="cpu").unsqueeze(1) * BLOCK
