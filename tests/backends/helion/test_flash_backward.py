@@ -83,3 +83,26 @@ def test_values_through_triton():
             if grad is not None:
                 torch.testing.assert_close(grad, expected, atol=5e-5, rtol=5e-5)
                 assert grad.stride() == expected.stride()
+
+
+@pytest.mark.compile_only
+def test_helion_recognises_it():
+    from torch_bwattn.backends.helion import cute_lowering, flash_cute_backward, pretend
+
+    def rows(count, dtype=torch.bfloat16):
+        return torch.empty(count, 128, dtype=dtype)
+
+    q, k, v, do, dq, dk, dv = (
+        rows(1024),
+        rows(512),
+        rows(512),
+        rows(1024),
+        rows(1024, torch.float32),
+        rows(512),
+        rows(512),
+    )
+    arguments = (q, k, v, do, torch.empty(1024), torch.empty(1024), dq, dk, dv, 0.3, 0.2, 512, 256, 256, True)
+    with pretend.pretend_cuda((10, 0)):
+        assert callable(
+            cute_lowering.lowered(flash_cute_backward.FLASH_BACKWARD, arguments, {"cute_flash_bwd_two_cta": 1})
+        )

@@ -1,1 +1,1 @@
-"""Helion kernels, lowered to Triton. Importing this package imports neither; :mod:`.loader` does, on demand."""
+"""Helion kernels, lowered to Triton, on Blackwell to CuTe-DSL. Importing this imports none; :mod:`.loader` does."""

@@ -24,7 +24,7 @@ import torch
 from ..cute import compile as compiling
 from ..cute import loader as cute_loader
 from ..cute import report as reporting
-from . import loader, pretend, runtime
+from . import forms, loader, pretend, runtime
 
 if TYPE_CHECKING:
     from collections.abc import Hashable, Iterator, Mapping, Sequence
@@ -117,7 +117,8 @@ def lowered(family: runtime.KernelFamily, args: Sequence[Any], config: Mapping[s
         with torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext():
             bound = kernel.bind(tuple(args))
             if not getattr(bound.config_spec, form.flag):
-                raise RuntimeError(f"{family.name}: expected Helion to recognise it, which it does not: {_miss(bound)}")
+                why = _miss(bound, form)
+                raise RuntimeError(f"{family.name}: expected Helion to recognise it, which it does not: {why}")
             chosen = bound.config_spec.default_config()
             chosen.config.update(config)
             return bound.compile_config(chosen, allow_print=False)
@@ -130,8 +131,10 @@ def lowered(family: runtime.KernelFamily, args: Sequence[Any], config: Mapping[s
     return host
 
 
-def _miss(bound: Any) -> str:
-    """What first keeps a bound kernel from matching, as the matcher of lists of blocks says it; others say nothing."""
+def _miss(bound: Any, form: forms.CuteForm) -> str:
+    """What first keeps a bound kernel from matching; of the forms, one has a matcher that says it."""
+    if form.kind != "helion_flash":
+        return "it does not say why"
     matcher = importlib.import_module("helion._compiler.cute.flex_match")
     reasons: list[str] = []
     ir = bound.host_function.device_ir
