@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from torch_bwattn import cli
-from torch_bwattn.backends.helion import flash, flash_backward
+from torch_bwattn.backends.helion import flash, flash_backward, flash_wide
 from torch_bwattn.problem import Problem
 from torch_bwattn.selection import on_demand
 from torch_bwattn.target import cuda_target, is_target
@@ -39,8 +39,8 @@ def test_a_gpu_that_is_not_here(capsys):
 
 
 def test_why_not(capsys):
-    text = said(capsys, "--target", "sm_103a", "--shapes", "B1H8S1000D192", "--direction", "forward")
-    assert f"refuses, config {flash.NAME}: it takes widths from 1 to 128, got D=192" in text
+    text = said(capsys, "--target", "sm_103a", "--shapes", "B1H8S1000D256", "--direction", "forward")
+    assert f"refuses, config {flash_wide.NAME}: it takes widths from 1 to 128, or D=192" in text
     assert "backward" not in text
     assert flash.NAME not in said(capsys, "--target", "sm_90a", "--shapes", SHAPE)
 

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import torch
 
-from ..backends.helion.forms import TCGEN05, WHOLE_KEYS
+from ..backends.helion.forms import TCGEN05, WHOLE_KEYS, WIDEST
 from ..problem import Problem, dtype_name
 from ..target import capability
 
@@ -86,9 +86,10 @@ def features_of(problem: Problem) -> str:
 
 
 def has_whole_keys(problem: Problem) -> bool:
-    """Whether a backward on Blackwell has keys in whole tiles, none hidden: then one more kernel takes it."""
-    blackwell = problem.backward and capability(problem.target) in TCGEN05
-    return blackwell and problem.diagonal is None and problem.low_diagonal is None and problem.kv_len % WHOLE_KEYS == 0
+    """Whether a problem on Blackwell has keys in whole tiles, none hidden: some kernels take no other, if none is."""
+    if capability(problem.target) not in TCGEN05 or not (problem.backward or problem.head_dim > WIDEST):
+        return False
+    return problem.diagonal is None and problem.low_diagonal is None and problem.kv_len % WHOLE_KEYS == 0
 
 
 def _mask(problem: Problem) -> str | None:

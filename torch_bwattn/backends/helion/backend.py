@@ -18,7 +18,7 @@ from ...problem import Problem
 from ...target import capability
 from .. import reference, sinks
 from ..base import Backend, BackwardFn, BackwardInputs, ForwardFn, ForwardInputs, Grads, Verdict, Wanted, named, no, yes
-from . import configs, flash, flash_backward, loader
+from . import configs, flash, flash_backward, flash_wide, forms, loader
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _WIDEST = 256
@@ -71,8 +71,10 @@ class HelionBackend(Backend):
 
     def forward(self, problem: Problem, config: str = "") -> ForwardFn:
         config = self._chosen(problem, config)
-        if config in flash.offered(problem):
+        if config == flash.NAME:
             return flash.Forward(problem)
+        if config == flash_wide.NAME:
+            return flash_wide.Forward(problem)
         choices = {str(choice): choice for choice in configs.forward_choices(problem)}
         return _Forward(problem, choices[config] if config else configs.forward(problem))
 
@@ -95,11 +97,17 @@ def _flash_offers(problem: Problem) -> tuple[Verdict, ...]:
     """Of what Helion lowers to CuTe-DSL, on the targets that have its instructions."""
     if not flash.has_tcgen05(problem.target):
         return ()
-    way = flash_backward if problem.backward else flash
+    way = _flash_way(problem)
     refusal = way.why_not(problem)
     if refusal:
         return (no(refusal, way.NAME),)
     return tuple(yes(config, note=flash.NOTE) for config in way.offered(problem))
+
+
+def _flash_way(problem: Problem) -> Any:
+    if problem.backward:
+        return flash_backward
+    return flash_wide if problem.head_dim > forms.WIDEST else flash
 
 
 def _text(chosen: dict[str, configs.Config]) -> str:

@@ -24,8 +24,8 @@ NAME = "tcgen05 through CuTe-DSL, blocks of 128x128"
 NOTE = "compiles some 10 s for each batch x heads and each pair of padded lengths"
 
 _DTYPES = (torch.bfloat16, torch.float16)
-_WIDEST = 128
 _FEWEST_QUERIES = 64
+_PER_DOUBLING = 8
 _OLDEST_CUDA = 13
 _LARGEST_CAP = 1e3  # its tanh is right to 1e-7 of the cap, not of small scores
 _INT32_MAX = 2**31 - 1
@@ -58,14 +58,15 @@ def offered(_: Problem) -> tuple[str, ...]:
     return (NAME,)
 
 
-def common_refusal(problem: Problem, longest: int) -> str:
-    """Why neither the forward nor the backward takes a problem whose longer length is padded to this, or nothing."""
-    return _unbuildable() or _shape_refusal(problem, longest) or _feature_refusal(problem)
+def common_refusal(problem: Problem, longest: int, width: int) -> str:
+    """Why no kernel of these takes a problem whose longer length and width are padded to these, or nothing."""
+    return _unbuildable() or _size_refusal(problem, longest, width) or _feature_refusal(problem)
 
 
 def why_not(problem: Problem) -> str:
     """Why the kernel does not take a problem of such a target, or nothing."""
-    refusal = common_refusal(problem, flash_blocks.padded_length(max(problem.q_len, problem.kv_len)))
+    longest = flash_blocks.padded_length(max(problem.q_len, problem.kv_len))
+    refusal = width_refusal(problem) or common_refusal(problem, longest, width_of(problem))
     if refusal:
         return refusal
     blocks = flash_blocks.block_count(problem.q_len, problem.kv_len)
@@ -76,16 +77,21 @@ def why_not(problem: Problem) -> str:
     return ""
 
 
-def _shape_refusal(problem: Problem, longest: int) -> str:
+def width_refusal(problem: Problem) -> str:
+    """Why the kernels of one width for all operands do not take a problem's widths, or nothing."""
+    if not (0 < problem.head_dim <= forms.WIDEST and 0 < problem.value_dim <= forms.WIDEST):
+        return f"it takes widths from 1 to {forms.WIDEST}, got D={problem.head_dim} and Dv={problem.value_dim}"
+    return ""
+
+
+def _size_refusal(problem: Problem, longest: int, width: int) -> str:
     if problem.dtype not in _DTYPES:
         return f"it takes bfloat16 and float16, got {problem.dtype}"
-    if not (0 < problem.head_dim <= _WIDEST and 0 < problem.value_dim <= _WIDEST):
-        return f"it takes widths from 1 to {_WIDEST}, got D={problem.head_dim} and Dv={problem.value_dim}"
     if problem.empty:
         return "nothing to attend needs no kernel"
     if problem.q_len <= _FEWEST_QUERIES:
         return f"it takes more than {_FEWEST_QUERIES} queries, for tiles of 128, got {problem.q_len}"
-    if problem.batch * problem.heads * longest * width_of(problem) > _INT32_MAX:
+    if problem.batch * problem.heads * longest * width > _INT32_MAX:
         return f"it takes tensors of up to {_INT32_MAX} elements once padded"
     return ""
 
@@ -149,6 +155,25 @@ class Forward:
         problem = self.problem
         sizes = (problem.batch, problem.heads, problem.q_len, problem.value_dim)
         return sizes, dense_strides(q, sizes)
+
+
+def full_refusal(problem: Problem) -> str:
+    """Why kernels that multiply what is padded do not take what a problem shows of its keys, or nothing."""
+    if problem.low_diagonal is not None:
+        return "it takes no window"
+    if problem.softcap is not None:
+        return "it takes no soft cap"
+    if problem.diagonal is not None and (problem.diagonal != 0 or problem.q_len != problem.kv_len):
+        lengths = f"Sq={problem.q_len}, Skv={problem.kv_len} and j <= i + {problem.diagonal}"
+        return f"it takes causality of equal lengths, j <= i, got {lengths}"
+    if problem.diagonal is None and problem.kv_len != full_length(problem.kv_len):
+        return f"it takes {full_length(problem.kv_len)} keys that nothing hides, and no padding, got {problem.kv_len}"
+    return ""
+
+
+def full_length(length: int) -> int:
+    """The length that such kernels are compiled for."""
+    return flash_blocks.padded_length(length, _PER_DOUBLING, forms.WHOLE_KEYS)
 
 
 def padded(tensor: Tensor, length: int, width: int, zeros: int | None = None) -> Tensor:

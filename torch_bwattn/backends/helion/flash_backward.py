@@ -17,13 +17,12 @@ from ...layout import dense_strides
 from ...problem import Problem
 from .. import sinks
 from ..base import BackwardInputs, Grads, Wanted
-from . import configs, flash, flash_blocks, forms, loader
+from . import configs, flash, loader
 
 NAME = "tcgen05 through CuTe-DSL, tiles of 128x128"
 CONFIGS = {f"{NAME}, programs in pairs": 2, NAME: 1}
 """By name, the programs that share a tile of keys. Pairs read half as much shared memory for each product."""
 
-_PER_DOUBLING = 8
 _PAIR_WIDTH = 128
 
 
@@ -34,25 +33,12 @@ def offered(problem: Problem) -> tuple[str, ...]:
 
 def why_not(problem: Problem) -> str:
     """Why the kernel does not take a problem of such a target, or nothing."""
-    refusal = flash.common_refusal(problem, _padded(max(problem.q_len, problem.kv_len)))
-    if refusal:
-        return refusal
-    if problem.low_diagonal is not None:
-        return "it takes no window"
-    if problem.softcap is not None:
-        return "it takes no soft cap"
-    if problem.diagonal is not None and (problem.diagonal != 0 or problem.q_len != problem.kv_len):
-        lengths = f"Sq={problem.q_len}, Skv={problem.kv_len} and j <= i + {problem.diagonal}"
-        return f"it takes causality of equal lengths, j <= i, got {lengths}"
-    if problem.diagonal is None and problem.kv_len != _padded(problem.kv_len):
-        return f"it takes {_padded(problem.kv_len)} keys that nothing hides, and no padding, got {problem.kv_len}"
-    if problem.deterministic:
+    longest = flash.full_length(max(problem.q_len, problem.kv_len))
+    refusal = flash.width_refusal(problem) or flash.common_refusal(problem, longest, flash.width_of(problem))
+    refusal = refusal or flash.full_refusal(problem)
+    if not refusal and problem.deterministic:
         return "it adds up the query's gradient in an order that differs from run to run"
-    return ""
-
-
-def _padded(length: int) -> int:
-    return flash_blocks.padded_length(length, _PER_DOUBLING, forms.WHOLE_KEYS)
+    return refusal
 
 
 class Backward:
@@ -63,7 +49,7 @@ class Backward:
         # Helion's own choice rounds exponents to fp16 and takes their exp2 in pairs.
         self._config = {"cute_flash_bwd_exp2_f32": 1, "cute_flash_bwd_two_cta": int(CONFIGS[config] == 2)}
         self._delta = configs.backward(problem)["delta"].helion()
-        self._rows, self._columns = _padded(problem.q_len), _padded(problem.kv_len)
+        self._rows, self._columns = flash.full_length(problem.q_len), flash.full_length(problem.kv_len)
         self._width = flash.width_of(problem)
         self._terms: Any = None
         self._launch: Any = None

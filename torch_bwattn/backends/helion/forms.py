@@ -9,8 +9,11 @@ from typing import Any
 TCGEN05 = ((10, 0), (10, 3))
 """Compute capabilities with tcgen05, whose products accumulate in tensor memory."""
 
+WIDEST = 128
+"""The largest width of which the forms take any lengths forward."""
+
 WHOLE_KEYS = 256
-"""Of so many keys a tcgen05 backward takes multiples alone where nothing hides what would be padded."""
+"""Some of the kernels take multiples of so many keys alone, where nothing hides what would be padded."""
 
 
 @dataclass(frozen=True)
