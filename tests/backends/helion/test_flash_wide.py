@@ -49,8 +49,8 @@ def test_refusals_name_their_reason(problem, changes, word):
 
 @pytest.mark.parametrize("length", [65, 300, 512, 4096])
 def test_what_it_takes_is_taken_at_the_sizes_of_a_check(length):
-    for problem in (CAUSAL, DENSE):
-        problem = dataclasses.replace(problem, q_len=length, kv_len=length)
+    for plain in (CAUSAL, DENSE):
+        problem = dataclasses.replace(plain, q_len=length, kv_len=length)
         if not flash_wide.why_not(problem):
             assert not flash_wide.why_not(drawn.small(problem))
 
