@@ -37,7 +37,8 @@ import json, sys
 print('{"ready": true}', flush=True)
 for line in sys.stdin:
     count = len(json.loads(line).get("tunables", ()))
-    print(json.dumps({"failure": "", "ms": [1.0] * count, "failures": [""] * count}), flush=True)
+    reply = {"failure": "", "says_nothing": False, "ms": [1.0] * count, "failures": [""] * count}
+    print(json.dumps(reply), flush=True)
 """
 
 

@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from queue import SimpleQueue
-from typing import Any
+from typing import Any, NamedTuple
 
 from .. import environment
 from ..problem import Problem
@@ -45,6 +45,10 @@ class NoAnswer(Exception):
     """A worker has not answered in time, or has died."""
 
 
+class NotStarted(NoAnswer):
+    """A worker cannot be started: that says nothing of what it was to be asked."""
+
+
 class Worker:
     """One worker process, started when it is first asked, and anew after it failed to answer."""
 
@@ -59,26 +63,37 @@ class Worker:
         """What is ``wanted`` of the reply to a request, each as the function of it that is given.
 
         Raises:
+            NotStarted: There is no process to ask.
             NoAnswer: There is none within the limit, it is no such reply, or the process died.
         """
+        process = self._process or self._start()
         try:
-            if self._process is None:
-                # A session of its own: what it starts itself is ended with it.
-                self._process = subprocess.Popen(  # noqa: S603 (this interpreter, or a test's)
-                    self._command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
-                    start_new_session=True, env={**os.environ, TUNE: "0"},
-                )  # fmt: skip
-                while self._read_line(self._process, _START_LIMIT_S) != _READY:
-                    pass  # what is printed while modules load
-            self._write_line(self._process, json.dumps(request).encode())
-            reply = json.loads(self._read_line(self._process, limit_s))
-            return {name: kind(reply[name]) for name, kind in wanted.items()}
+            self._write_line(process, json.dumps(request).encode())
+            reply = json.loads(self._read_line(process, limit_s))
+            found = {name: kind(reply[name]) for name, kind in wanted.items()}
         except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
             self.end()
             raise NoAnswer(f"its process died, or answered with nonsense ({error})") from error
         except NoAnswer:
             self.end()
             raise
+        if reply.get("lost"):
+            self.end()
+        return found
+
+    def _start(self) -> subprocess.Popen[bytes]:
+        try:
+            # A session of its own: what it starts itself is ended with it.
+            self._process = subprocess.Popen(  # noqa: S603 (this interpreter, or a test's)
+                self._command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
+                start_new_session=True, env={**os.environ, TUNE: "0"},
+            )  # fmt: skip
+            while self._read_line(self._process, _START_LIMIT_S) != _READY:
+                pass  # what is printed while modules load
+        except (OSError, NoAnswer) as error:
+            self.end()
+            raise NotStarted(f"its process did not start: {error}") from error
+        return self._process
 
     def _write_line(self, process: subprocess.Popen[bytes], line: bytes) -> None:
         if process.stdin is None:
@@ -197,7 +212,7 @@ def tune(
     rivals = {key: competitors(problem) for key, problem in todo.items()}
     total, done, lock = sum(map(len, rivals.values())) + len(todo), 0, threading.Lock()
 
-    def step() -> None:
+    def step(*_: Any) -> None:
         nonlocal done
         with lock:
             done += 1
@@ -205,14 +220,14 @@ def tune(
 
     described = describe() if describe else _describe(todo.values())
     outcomes: list[Outcome] = []
-    checkers, timer, keys = _Checkers(options), Worker(options.command), list(todo)
+    checkers, timer, keys = Checkers(options), Worker(options.command), list(todo)
     try:
         for first in range(0, len(keys), _AT_ONCE):
             some = keys[first : first + _AT_ONCE]
-            failures = checkers.check([(todo[key], tunable) for key in some for tunable in rivals[key]], step)
+            checked = checkers.check([(todo[key], tunable) for key in some for tunable in rivals[key]], step)
             for key in some:
                 problem = todo[key]
-                mine = {tunable: failures[problem, tunable] for tunable in rivals[key]}
+                mine = {tunable: checked[problem, tunable].failure for tunable in rivals[key]}
                 outcome = _time(key, problem, mine, timer, options)
                 for tunable, reason in outcome.failures.items():
                     log(f"{key}: {tunable} left out: {reason}")
@@ -236,7 +251,15 @@ def _keep(problem: Problem, outcome: Outcome, described: dict[str, Any]) -> None
     tables.tuned(problem.target).update(lambda contents: tables.add(contents, outcome.key, outcome.ranking, described))
 
 
-class _Checkers:
+class Checked(NamedTuple):
+    """What a check has found: what is wrong, or nothing, and whether that ``says_nothing`` of the kernel."""
+
+    failure: str
+    says_nothing: bool
+    seconds: float
+
+
+class Checkers:
     """Workers that check tunables beside each other."""
 
     def __init__(self, options: Options) -> None:
@@ -247,21 +270,25 @@ class _Checkers:
             self._free.put(worker)
 
     def check(
-        self, checks: Sequence[tuple[Problem, Tunable]], step: Callable[[], None]
-    ) -> dict[tuple[Problem, Tunable], str]:
-        """What is wrong with each tunable, or nothing."""
+        self,
+        checks: Sequence[tuple[Problem, Tunable]],
+        step: Callable[[tuple[Problem, Tunable], Checked], None],
+    ) -> dict[tuple[Problem, Tunable], Checked]:
+        """What is found of each tunable; ``step``, in any thread, takes each as it is found."""
 
-        def one(check: tuple[Problem, Tunable]) -> str:
+        def one(check: tuple[Problem, Tunable]) -> Checked:
             problem, tunable = check
-            worker = self._free.get()
+            worker, start = self._free.get(), time.monotonic()
             try:
                 request = {"do": "check", "problem": to_json(problem), "tunable": list(tunable)}
-                return str(worker.ask(request, self._options.limit_s, {"failure": str})["failure"])
+                reply = worker.ask(request, self._options.limit_s, {"failure": str, "says_nothing": bool})
             except NoAnswer as error:
-                return str(error)
+                reply = {"failure": str(error), "says_nothing": isinstance(error, NotStarted)}
             finally:
                 self._free.put(worker)
-                step()
+            found = Checked(**reply, seconds=time.monotonic() - start)
+            step(check, found)
+            return found
 
         with ThreadPoolExecutor(len(self._all)) as pool:
             return dict(zip(checks, pool.map(one, checks), strict=True))
