@@ -13,9 +13,9 @@ from typing import NamedTuple
 
 from ..crosscompile import lane
 from ..problem import Problem
-from ..selection import drawn, trust
-from ..selection.choose import Candidate, default_order, get_backend, plan, unchecked_plan
+from ..selection import choose, drawn, trust
 from ..selection.key import features_of
+from ..selection.pin import NAMES
 from ..selection.tables import Tunable
 from . import tuner
 
@@ -86,23 +86,22 @@ def checks(found: Iterable[Problem]) -> list[Check]:
     every: dict[tuple[str, Tunable], Check] = {}
     for problem in found:
         taken: set[str] = set()
-        for candidate in unchecked_plan(problem).candidates:
+        for candidate in choose.unchecked_plan(problem).candidates:
             if _is_asked_for(candidate, problem, taken):
                 taken.add(candidate.backend)
                 check = Check(problem, candidate.tunable)
                 every.setdefault((features_of(problem), candidate.tunable), check)
 
     def place(check: Check) -> tuple[int, bool, int]:
-        order = default_order(check.problem.target)
-        return order.index(check.tunable.backend), not check.problem.backward, -check.problem.q_len
+        return NAMES.index(check.tunable.backend), not check.problem.backward, -check.problem.q_len
 
     return sorted(every.values(), key=place)
 
 
-def _is_asked_for(candidate: Candidate, problem: Problem, taken: set[str]) -> bool:
+def _is_asked_for(candidate: choose.Candidate, problem: Problem, taken: set[str]) -> bool:
     if not candidate.verdict or candidate.verdict.last_resort:
         return False
-    return candidate.backend not in taken or trust.needs_doctor(get_backend(candidate.backend), problem.target)
+    return candidate.backend not in taken or trust.needs_doctor(choose.get_backend(candidate.backend), problem.target)
 
 
 def run(
@@ -158,7 +157,7 @@ def consequence(found: Found) -> str:
     """What runs the problem of a check that failed now."""
     if not found.is_verdict:
         return "nothing, this says nothing of the kernel"
-    chosen = plan(found.check.problem, None).chosen
+    chosen = choose.plan(found.check.problem, None).chosen
     if chosen is None or chosen.tunable == found.check.tunable:
         return "nothing, there is no other"
     return str(chosen.tunable)
