@@ -22,14 +22,16 @@ from . import UsageError
 if TYPE_CHECKING:
     from ..tuning import doctor
 
-_MOST_JOBS = 16  # each has a context of its own on the device
+_MOST_JOBS = 16
+_BYTES_OF_A_JOB = 2**30
+"""Of the device's memory: a context, its kernels and a small problem."""
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """Declares the options."""
-    parser.add_argument("--again", action="store_true", help="forget what was found on this GPU, and check everything")
+    parser.add_argument("--again", action="store_true", help="forget what was found here, and check everything")
     parser.add_argument("--from-log", metavar="FILE", help="also the problems that BWATTN_RECORD=FILE has recorded")
-    parser.add_argument("--jobs", type=int, metavar="N", help="processes that check beside each other (default: cores)")
+    parser.add_argument("--jobs", type=int, metavar="N", help="processes beside each other (default: by cores)")
     parser.add_argument(
         "--limit", type=float, default=120.0, metavar="S", help="seconds for a check with its compiling (default: 120)"
     )
@@ -72,8 +74,7 @@ def main(namespace: argparse.Namespace) -> int:
         if missing:
             print(f"{name} is not checked: {missing}")
     todo = doctor.checks(problems)
-    jobs = namespace.jobs or min(_MOST_JOBS, os.cpu_count() or 1)
-    options = tuner.Options(jobs=jobs, limit_s=namespace.limit, again=namespace.again)
+    options = tuner.Options(jobs=namespace.jobs or _jobs(target), limit_s=namespace.limit, again=namespace.again)
     start, done = time.monotonic(), 0
 
     def log(one: doctor.Found) -> None:
@@ -84,6 +85,14 @@ def main(namespace: argparse.Namespace) -> int:
     found = doctor.run(target, todo, options, log=log)
     print(f"{summary(found)} on {target}, in {time.monotonic() - start:.0f} s")
     return int(any(one.failure for one in found))
+
+
+def _jobs(target: str) -> int:
+    """How many processes a machine has cores and memory for."""
+    from ..environment import describe_device
+
+    cores = min(_MOST_JOBS, os.cpu_count() or 1)
+    return cores if target == "cpu" else max(1, min(cores, describe_device(0)["memory_bytes"] // _BYTES_OF_A_JOB))
 
 
 def line(one: doctor.Found, done: int, total: int) -> str:
@@ -102,7 +111,7 @@ def summary(found: Sequence[doctor.Found]) -> str:
     for one in wrong:
         lines += [
             "",
-            f"{one.check.tunable}",
+            str(one.check.tunable),
             f"  problem:      {features_of(one.check.problem)}",
             f"  error:        {one.failure}",
             f"  used instead: {doctor.consequence(one)}",

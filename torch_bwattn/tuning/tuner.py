@@ -35,6 +35,7 @@ WORKER = (sys.executable, "-m", "torch_bwattn.tuning.worker")
 _READY = b'{"ready": true}'
 _START_LIMIT_S = 120.0
 """What a new process is given to import what it needs."""
+_END_LIMIT_S = 30.0
 
 
 _AT_ONCE = 8
@@ -125,7 +126,8 @@ class Worker:
             return
         with contextlib.suppress(OSError):
             os.killpg(process.pid, 9)
-        process.wait()
+        with contextlib.suppress(subprocess.TimeoutExpired):  # a driver that does not let go of it
+            process.wait(timeout=_END_LIMIT_S)
         for pipe in (process.stdin, process.stdout):
             if pipe is not None:
                 with contextlib.suppress(OSError):
