@@ -22,6 +22,8 @@ PROBLEM = Problem("cpu", torch.float32, 1, 2, 2, 40, 50, 16, 16, 0.25)
 BUDGET = {"warmup_ms": 0.0, "rep_ms": 4.0, "rounds": 1}
 CODE = """
 import json, sys
+import torch
+torch.set_num_threads(1)  # as the tests' own processes
 from tests.support import fake_backends
 from torch_bwattn.selection import choose
 fake_backends.install(json.loads(sys.argv[1]))
