@@ -53,8 +53,9 @@ class NotStarted(NoAnswer):
 class Worker:
     """One worker process, started when it is first asked, and anew after it failed to answer."""
 
-    def __init__(self, command: Sequence[str] = WORKER) -> None:
-        self._command = command
+    def __init__(self, command: Sequence[str] = WORKER, variables: Mapping[str, str] | None = None) -> None:
+        """``variables`` are of its environment, where that does not have them."""
+        self._command, self._variables = command, variables or {}
         self._process: subprocess.Popen[bytes] | None = None
         self._buffer = b""
 
@@ -87,7 +88,7 @@ class Worker:
             # A session of its own: what it starts itself is ended with it.
             self._process = subprocess.Popen(  # noqa: S603 (this interpreter, or a test's)
                 self._command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
-                start_new_session=True, env={**os.environ, TUNE: "0"},
+                start_new_session=True, env={**self._variables, **os.environ, TUNE: "0"},
             )  # fmt: skip
             while self._read_line(self._process, _START_LIMIT_S) != _READY:
                 pass  # what is printed while modules load
@@ -266,7 +267,10 @@ class Checkers:
 
     def __init__(self, options: Options) -> None:
         self._options = options
-        self._all = [Worker(options.command) for _ in range(max(1, options.jobs))]
+        jobs = max(1, options.jobs)
+        # With more threads than cores they wait for each other: on two cores four take four times as long as two.
+        threads = {"OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // jobs))}
+        self._all = [Worker(options.command, threads) for _ in range(jobs)]
         self._free: SimpleQueue[Worker] = SimpleQueue()
         for worker in self._all:
             self._free.put(worker)
