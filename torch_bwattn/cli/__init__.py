@@ -1,4 +1,4 @@
-"""The command line: ``python -m torch_bwattn {info, run, bench, tune, compile}``.
+"""The command line: ``python -m torch_bwattn {info, run, bench, tune, compile, paper}``.
 
 A command is a module here with ``SUMMARY``, ``configure(parser)`` and ``main(namespace) -> int``, loaded when it is
 asked for.
@@ -11,13 +11,14 @@ import importlib
 import sys
 from collections.abc import Sequence
 
-COMMANDS = ("info", "run", "bench", "tune", "compile")
+COMMANDS = ("info", "run", "bench", "tune", "compile", "paper")
 
 _SUMMARIES = {
     "info": "print versions, devices, backends and why any is missing",
     "run": "run a Python script with scaled_dot_product_attention replaced",
     "bench": "check and time attention on this machine's GPU, beside its peers",
     "compile": "compile all kernels for a GPU that is not here, and say what they became",
+    "paper": "how long attention takes on paper, beside what was measured, and predicted for B200",
     "tune": "measure which backend and config is fastest for your problems",
 }
 
