@@ -1,4 +1,4 @@
-"""How many tiles a program visits: on the host what the Hopper kernels' functions of these names count on the device."""
+"""How many tiles a program visits: on the host what the Hopper kernels' functions of these names count on a device."""
 
 from __future__ import annotations
 
