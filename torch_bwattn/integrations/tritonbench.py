@@ -1,15 +1,15 @@
 """Attention for TritonBench's operators ``flash_attention`` and ``blackwell_attentions``.
 
 A benchmark there is a method that is given the inputs and returns what is timed. Both functions here are such methods.
-TritonBench tells the operator by the module of what it registers, so either a method of the operator's class calls one::
+TritonBench tells the operator by the module of what it registers, so either a method of the operator calls one::
 
     @register_benchmark()
     def bwattn(self, *args):
         return torch_bwattn.integrations.tritonbench.forward_backward(self, *args)
 
-or, from outside, ``Operator.bwattn = forward_backward`` and ``register_benchmark_mannually("flash_attention", "bwattn")``
-(so spelled). Of the operator they read ``causal``, ``sm_scale``, and, where it has them, ``local`` with ``window_size``,
-``varlen`` and ``optims``. TritonBench itself is not imported.
+or, from outside, ``Operator.bwattn = forward_backward`` and, so spelled,
+``register_benchmark_mannually("flash_attention", "bwattn")``. Of the operator they read ``causal``, ``sm_scale``, and,
+where it has them, ``local`` with ``window_size``, ``varlen`` and ``optims``. TritonBench itself is not imported.
 """
 
 from __future__ import annotations
