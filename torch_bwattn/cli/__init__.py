@@ -1,4 +1,4 @@
-"""The command line: ``python -m torch_bwattn {info, run, bench, tune, compile, doctor}``.
+"""The command line: ``python -m torch_bwattn {info, run, bench, tune, compile, doctor, paper}``.
 
 A command is a module here with ``SUMMARY``, ``configure(parser)`` and ``main(namespace) -> int``, loaded when it is
 asked for.
@@ -11,7 +11,7 @@ import importlib
 import sys
 from collections.abc import Sequence
 
-COMMANDS = ("info", "run", "bench", "tune", "compile", "doctor")
+COMMANDS = ("info", "run", "bench", "tune", "compile", "doctor", "paper")
 
 _SUMMARIES = {
     "info": "print versions, devices, backends and why any is missing",
@@ -19,6 +19,7 @@ _SUMMARIES = {
     "bench": "check and time attention on this machine's GPU, beside its peers",
     "compile": "compile all kernels for a GPU that is not here, and say what they became",
     "doctor": "check the kernels that would run on this machine, each in a process of its own",
+    "paper": "how long attention takes on paper, beside what was measured, and predicted for B200",
     "tune": "measure which backend and config is fastest for your problems",
 }
 
