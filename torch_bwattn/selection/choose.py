@@ -122,11 +122,20 @@ def _asked(problem: Problem) -> list[Candidate]:
 
 
 def _placed(problem: Problem, found: list[Candidate]) -> Plan:
-    """What was measured before the rest."""
+    """What was measured before the rest.
+
+    Where none of a backend's configs was, for they depend on sizes and widths that the entry need not share, its first
+    stands for those that were.
+    """
     entry = tables.lookup(problem.target, key_of(problem))
     if entry is None:
         return Plan(problem, _in_order(found), None)
     times = {one.tunable: one.ms for one in entry.ranking}
+    able = [one for one in found if one.priority > Priority.LAST_RESORT]
+    for backend in {one.tunable.backend for one in entry.ranking}:
+        own = [one.tunable for one in able if one.backend == backend]
+        if own and not any(tunable in times for tunable in own):
+            times[own[0]] = min(one.ms for one in entry.ranking if one.tunable.backend == backend)
 
     def placed(one: Candidate) -> Candidate:
         if one.tunable not in times or one.priority <= Priority.LAST_RESORT:

@@ -17,7 +17,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from queue import SimpleQueue
@@ -223,26 +223,39 @@ def tune(
 
     described = describe() if describe else _describe(todo.values())
     outcomes: list[Outcome] = []
-    checkers, timer, keys = Checkers(options), Worker(options.command), list(todo)
+    timer = Worker(options.command)
     try:
-        for first in range(0, len(keys), _AT_ONCE):
-            some = keys[first : first + _AT_ONCE]
-            checked = checkers.check([(todo[key], tunable) for key in some for tunable in rivals[key]], step)
-            for key in some:
-                problem = todo[key]
-                mine = {tunable: checked[problem, tunable].failure for tunable in rivals[key]}
-                outcome = _time(key, problem, mine, timer, options)
+        with contextlib.closing(checked({todo[key]: rivals[key] for key in todo}, options, step)) as ready:
+            for problem, failures in ready:
+                outcome = _time(key_of(problem), problem, failures, timer, options)
                 for tunable, reason in outcome.failures.items():
-                    log(f"{key}: {tunable} left out: {reason}")
+                    log(f"{outcome.key}: {tunable} left out: {reason}")
                 if outcome.ranking:
-                    log(f"{key}: {outcome.ranking[0].tunable}, {outcome.ranking[0].ms:.4f} ms")
+                    log(f"{outcome.key}: {outcome.ranking[0].tunable}, {outcome.ranking[0].ms:.4f} ms")
                     _keep(problem, outcome, described)
                 outcomes.append(outcome)
                 step()
     finally:
-        checkers.end()
         timer.end()
     return outcomes
+
+
+def checked(
+    rivals: Mapping[Problem, Sequence[Tunable]], options: Options, step: Callable[..., None] = lambda *_: None
+) -> Generator[tuple[Problem, dict[Tunable, str]]]:
+    """Problems whose tunables have been checked, and compiled, by processes that rest now: what is wrong with each.
+
+    A few problems are checked beside each other, then given one by one. ``step`` is called after each check.
+    """
+    checkers, problems = Checkers(options), list(rivals)
+    try:
+        for first in range(0, len(problems), _AT_ONCE):
+            some = problems[first : first + _AT_ONCE]
+            found = checkers.check([(problem, tunable) for problem in some for tunable in rivals[problem]], step)
+            for problem in some:
+                yield problem, {tunable: found[problem, tunable].failure for tunable in rivals[problem]}
+    finally:
+        checkers.end()
 
 
 def _describe(problems: Iterable[Problem]) -> dict[str, Any]:
