@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
+import json
 import math
 import re
 import sys
@@ -281,6 +282,7 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
         "--control", action="store_true", help="train a third time, with another of PyTorch's kernels, as a measure"
     )
     parser.add_argument("--no-compile", action="store_true", help="train without torch.compile")
+    parser.add_argument("--losses", type=Path, help="where the losses of all steps go, as JSON")
     parser.add_argument("--plot", type=Path, default=Path("train_lm.png"), help="where the plot goes")
     parser.add_argument("--no-plot", action="store_true", help="do without the plot, and without matplotlib")
     args = parser.parse_args(argv)
@@ -317,18 +319,21 @@ def main(argv: list[str] | None = None) -> int:
     plain = train("plain", config, train_data, args)
     control = None
     if args.control:
-        with sdpa_kernel(SDPBackend.FLASH_ATTENTION if args.device == "cuda" else SDPBackend.MATH):
+        other = SDPBackend.FLASH_ATTENTION if args.device == "cuda" else SDPBackend.MATH
+        # What the plain run compiled would be found again, with its kernels: the cache does not ask which are allowed.
+        with sdpa_kernel(other), torch.compiler.config.patch(force_disable_caches=True):  # type: ignore[attr-defined]
             control = train("control", config, train_data, args)
     tolerance = tolerance_of(args.dtype, plain, control)
     if not args.no_plot:
         plot(patched, plain, tolerance, args.plot)
+    runs = {"patched": patched, "plain": plain, **({"control": control} if control else {})}
+    if args.losses:
+        args.losses.write_text(json.dumps({name: run.losses for name, run in runs.items()}) + "\n")
 
     print(f"\nWritten by the patched model (held-out loss {held_out:.3f} nats a token):\n")
     print("\n".join("    " + line for line in sample.splitlines()))
     print(f"\n{'run':<10}{'first step':>12}{'tokens/s':>12}{'last loss':>12}  attention calls")
-    for name, run in (("patched", patched), ("plain", plain), ("control", control)):
-        if run is None:
-            continue
+    for name, run in runs.items():
         calls = ", ".join(f"{backend} {count:,}" for backend, count in run.attention_calls.items()) or "none counted"
         speed = f"{run.first_step_seconds:>10.1f} s{run.tokens_per_second:>12,.0f}"
         print(f"{name:<10}{speed}{run.losses[-1]:>12.4f}  {calls}")

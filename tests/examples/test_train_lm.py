@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 import math
 import os
 import re
@@ -49,8 +50,13 @@ def test_example_runs_and_reports(tmp_path):
     assert "tokens/s" in done.stderr  # the progress bar
 
 
-def test_a_control_run_is_another_plain_one():
-    done = run_example(*TINY, "--no-compile", "--device=cpu", "--sample-tokens=8", "--no-plot", "--control")
+def test_a_control_run_is_another_plain_one(tmp_path):
+    losses = tmp_path / "losses.json"
+    run = (*TINY, "--no-compile", "--device=cpu", "--sample-tokens=8", "--no-plot", "--control", f"--losses={losses}")
+    done = run_example(*run)
+    found = json.loads(losses.read_text())
+    assert list(found) == ["patched", "plain", "control"]
+    assert all(len(values) == len(found["plain"]) > 1 for values in found.values())
     assert done.returncode == 0, done.stderr
     assert re.search(r"^control .*  none counted$", done.stdout, re.MULTILINE)
 

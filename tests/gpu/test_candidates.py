@@ -80,8 +80,8 @@ def test_a_config_that_lacks_memory_is_passed_over(device, monkeypatch):
     monkeypatch.setattr(get_backend(first.backend), "forward", lacks_memory)
     expected = torch.nn.functional.scaled_dot_product_attention(query, query, query)
     torch.testing.assert_close(torch_bwattn.sdpa(query, query, query), expected, atol=2e-2, rtol=2e-2)
-    (line,) = told
-    assert "too little memory" in line
+    assert told
+    assert all("too little memory" in line for line in told)  # one for each of the backend's configs
 
 
 @pytest.mark.parametrize("compiled", [False, True])
@@ -92,7 +92,8 @@ def test_a_backward_whose_kernels_nobody_vouches_for_is_checked_first(device, mo
     monkeypatch.setattr(trust, "_known", {})
     torch._dynamo.reset()
     attend = torch.compile(torch_bwattn.sdpa, fullgraph=True) if compiled else torch_bwattn.sdpa
-    leaves = [torch.randn(1, 2, 91, 48, device=device, dtype=torch.bfloat16, requires_grad=True) for _ in range(3)]
+    width = 56 if compiled else 48  # each of its own, which nothing was chosen for before
+    leaves = [torch.randn(1, 2, 91, width, device=device, dtype=torch.bfloat16, requires_grad=True) for _ in range(3)]
     attend(*leaves).float().square().sum().backward()
     assert {tunable.backend for _, tunable in trust._known} == {plan(described(device), None).candidates[0].backend}
     assert set(trust._known.values()) == {""}

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 import torch_bwattn
 from tests.gpu.cute_calls import (
     DRAWN_KINDS,
+    KINDS,
     SIZED,
     WIDTHS,
     check_drawn,
@@ -83,6 +84,16 @@ def test_a_thousand_repeats_are_bitwise_equal(shape, kv_heads, options, device, 
             again = torch.autograd.grad(out, inputs, grad_out, retain_graph=True)
             differing += sum((a != b).any() for a, b in zip(grads, again, strict=True))
     assert differing.item() == 0
+
+
+@pytest.mark.parametrize("kind", ["plain", "causal", "window"])
+def test_repeatable_where_not_all_programs_run_at_a_time(kind, device, deterministic, monkeypatch):
+    """As on a part of a GPU: what a program waits for must have been begun."""
+    programs = torch.cuda.get_device_properties(device).multi_processor_count * 3 // 2
+    monkeypatch.setattr(calls, "_programs", lambda _: programs)
+    operand = Operand((16, 8, 503, 64), "bshd")
+    with torch_bwattn.backend("cute"):
+        check_call(Call(operand, operand, operand, dtype=BF16, **KINDS[kind]), device)
 
 
 @pytest.mark.parametrize("grad_out", ["expanded_all", "expanded_columns", "stepped", "sliced", "transposed"])

@@ -27,8 +27,8 @@ def cache(tmp_path, monkeypatch):
 def fakes(monkeypatch):
     """Puts fakes in the place of backends, for the choice and for what runs it."""
 
-    def install(**told):
-        fake_backends.install(told, monkeypatch.setattr)
+    def install(can_hang=(), **told):
+        fake_backends.install(told, monkeypatch.setattr, can_hang)
         monkeypatch.setattr(attempts, "get_backend", choose.get_backend)
 
     return install

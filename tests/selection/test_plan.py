@@ -111,7 +111,7 @@ def test_what_was_measured_goes_first_but_no_last_resort_does(fakes):
     assert "a card" in made.source
 
 
-def test_near_sizes_share_an_entry_and_other_kinds_do_not(fakes):
+def test_near_sizes_and_related_kinds_share_an_entry_and_others_do_not(fakes):
     fakes(cute=["right", "slow"])
     keep(PROBLEM, [Measured(Tunable("cute", "slow"), 0.1)])
 
@@ -119,8 +119,34 @@ def test_near_sizes_share_an_entry_and_other_kinds_do_not(fakes):
         return plan(dataclasses.replace(PROBLEM, **fields), None).candidates[0].verdict.config
 
     assert first() == first(kv_len=200) == first(q_len=64, kv_len=64) == "slow"
-    assert first(kv_len=10**6) == first(diagonal=0) == first(dtype=torch.bfloat16) == "right"
-    assert first(backward=True) == "right"
+    assert first(diagonal=0) == first(kv_heads=1) == first(head_dim=64, value_dim=64) == first(softcap=3.0) == "slow"
+    assert first(kv_len=2**31) == first(dtype=torch.bfloat16) == first(dropout_p=0.5) == "right"
+    assert first(backward=True) == first(mask_dtype=torch.bool, mask_sizes=(1, 1, 40, 50)) == "right"
+
+
+def test_the_nearest_counts(fakes):
+    fakes(cute=["right", "slow"])
+    keep(PROBLEM, [Measured(Tunable("cute", "slow"), 0.1)])
+    keep(dataclasses.replace(PROBLEM, q_len=1000), [Measured(Tunable("cute", "right"), 0.1)])
+    for q_len, config in ((70, "slow"), (600, "right"), (5000, "right")):
+        assert plan(dataclasses.replace(PROBLEM, q_len=q_len), None).candidates[0].verdict.config == config
+
+
+def test_a_backends_first_config_stands_for_those_that_were_measured(fakes):
+    fakes(cute=["right", "slow"], aten=["right"])
+    keep(PROBLEM, [Measured(Tunable("cute", "of another width"), 0.1), Measured(Tunable("aten", "right"), 0.2)])
+    first, second = plan(PROBLEM, None).candidates[:2]
+    assert (*first.tunable, first.figure) == ("cute", "right", "0.100 ms")
+    assert second.tunable == ("aten", "right")
+
+
+def test_more_programs_than_all_sms_have_are_alike():
+    def key(batch, q_len):
+        return key_of(dataclasses.replace(PROBLEM, batch=batch, q_len=q_len, kv_len=4096))
+
+    assert key(1000, 4096).distance(key(64, 4096)) == 0.0
+    assert key(8, 16).distance(key(64, 16)) == 6.0
+    assert key(8, 16).distance(key(8, 128)) == key(8, 128).distance(key(8, 16)) == 8.0
 
 
 @pytest.mark.parametrize("pin", ["cute", "helion"])

@@ -75,8 +75,8 @@ class Fake(Backend):
     name = "fake"
     told: ClassVar[dict[str, tuple[Verdict, ...]]] = {}
 
-    def __init__(self, name: str) -> None:
-        self.name = name
+    def __init__(self, name: str, can_hang: bool = False) -> None:
+        self.name, self.can_hang = name, can_hang
 
     def supports(self, problem):
         return self.offers(problem)[0]
@@ -103,8 +103,12 @@ def offers(configs: Sequence[str]) -> tuple[Verdict, ...]:
     )
 
 
-def install(told: dict[str, Sequence[str]], set_attribute: Callable[[object, str, object], None] = setattr) -> None:
+def install(
+    told: dict[str, Sequence[str]],
+    set_attribute: Callable[[object, str, object], None] = setattr,
+    can_hang: Sequence[str] = (),
+) -> None:
     """Puts fakes in the place of the backends that are named; the others stay."""
     Fake.told = {name: offers(configs) for name, configs in told.items()}
-    real, made = choose.get_backend, {name: Fake(name) for name in told}
+    real, made = choose.get_backend, {name: Fake(name, name in can_hang) for name in told}
     set_attribute(choose, "get_backend", lambda name: made.get(name) or real(name))

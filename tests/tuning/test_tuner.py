@@ -16,6 +16,7 @@ from torch_bwattn.problem import Problem
 from torch_bwattn.selection import tables
 from torch_bwattn.selection.choose import plan
 from torch_bwattn.selection.key import key_of
+from torch_bwattn.selection.tables import Tunable
 from torch_bwattn.tuning import problems, tuner
 
 PROBLEM = Problem("cpu", torch.float32, 1, 2, 2, 40, 50, 16, 16, 0.25)
@@ -37,7 +38,8 @@ import json, sys
 print('{"ready": true}', flush=True)
 for line in sys.stdin:
     count = len(json.loads(line).get("tunables", ()))
-    print(json.dumps({"failure": "", "ms": [1.0] * count, "failures": [""] * count}), flush=True)
+    reply = {"failure": "", "says_nothing": False, "ms": [1.0] * count, "failures": [""] * count}
+    print(json.dumps(reply), flush=True)
 """
 
 
@@ -139,6 +141,25 @@ def test_the_release_covers_every_feature_and_every_kind_of_length():
     assert {problem.q_len for problem in found} >= {1, 16, 128, 32768}
     assert {problem.backward for problem in found} == {False, True}
     assert len(tuner.one_of_each_key(found)) > 200
+
+
+@pytest.mark.parametrize(("variables", "threads"), [({}, os.cpu_count() // 2 or 1), ({"OMP_NUM_THREADS": "7"}, 7)])
+def test_processes_beside_each_other_share_the_cores(monkeypatch, variables, threads):
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    code = """
+import json, os, sys
+print('{"ready": true}', flush=True)
+for line in sys.stdin:
+    print(json.dumps({"failure": os.environ["OMP_NUM_THREADS"], "says_nothing": False}), flush=True)
+"""
+    checkers = tuner.Checkers(dataclasses.replace(stubbed(), jobs=2, command=(sys.executable, "-c", code)))
+    try:
+        (found,) = checkers.check([(PROBLEM, Tunable("cute", ""))], lambda *_: None).values()
+    finally:
+        checkers.end()
+    assert found.failure == str(threads)
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 from torch import Tensor
 
@@ -92,6 +92,8 @@ class Backend(ABC):
     """One family of kernels."""
 
     name: str
+    can_hang: ClassVar[bool] = False
+    """Whether its kernels' parts wait for each other at barriers written by hand: a wrong one may never end."""
 
     def missing(self) -> str | None:
         """Why this installation cannot use the backend at all, or None. Cheap: loads nothing heavy."""

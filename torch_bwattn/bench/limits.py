@@ -14,6 +14,7 @@ from . import document
 from .peers import OURS
 from .report import best_peer, same_row
 from .rows import BACKWARD, DIRECTIONS, FORWARD, SHAPES
+from .tiles import key_tiles
 
 
 @dataclasses.dataclass(frozen=True)
@@ -152,9 +153,8 @@ def _window_finding(most: float, record: Mapping[str, Any], ours: Sequence[Mappi
     length, window = record["length"], record["window"]
     seen = every = 0
     for first in range(0, length, tile_m):
-        last = min(first + tile_m, length) - 1
-        every += last // tile_n + 1
-        seen += last // tile_n + 1 - max(first - window, 0) // tile_n
+        every += key_tiles(first, tile_m, tile_n, length, True, None)[0]
+        seen += key_tiles(first, tile_m, tile_n, length, True, window)[0]
     got = record["ms"] / (full["ms"] * seen / every)
     text = f"{place}: {got:.3f} times its {seen} of {every} tiles' share of the causal time, at most {most}"
     return Finding(text, got <= most)

@@ -107,7 +107,8 @@ def _is_ours(provider: str) -> bool:
     return provider.startswith(f"{OURS}.")
 
 
-def _table(head: Sequence[str], body: Iterable[Sequence[str]]) -> str:
+def table(head: Sequence[str], body: Iterable[Sequence[str]]) -> str:
+    """A table in Markdown."""
     lines = [head, ["---"] * len(head), *body]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
@@ -146,7 +147,7 @@ def _rows_table(records: Sequence[Mapping[str, Any]]) -> str:
         if ours is not None:
             cells.append(_share(group.get(ours), best_peer(group.values())))
         body.append(cells)
-    return _table(head, body)
+    return table(head, body)
 
 
 def ratios(records: Sequence[Mapping[str, Any]], provider: str) -> str:
@@ -162,7 +163,7 @@ def ratios(records: Sequence[Mapping[str, Any]], provider: str) -> str:
         cells.append(_share(record, best_peer(group)))
         cells += [_share(record, by_name.get(name)) for name in peers]
         body.append(cells)
-    return _table(["direction", "shape", "causal", "best peer", *(title_of(name) for name in peers)], body)
+    return table(["direction", "shape", "causal", "best peer", *(title_of(name) for name in peers)], body)
 
 
 def _figure(record: Mapping[str, Any] | None) -> str:
@@ -193,7 +194,7 @@ def _host_table(records: Sequence[Mapping[str, Any]]) -> str:
             found = by_call[call].get(name)
             cells.append(_host_cell(found) if found and found["status"] == document.OK else _ABSENT)
         body.append(cells)
-    return _table([f"call at {shape}", *(title_of(name) for name in providers)], body)
+    return table([f"call at {shape}", *(title_of(name) for name in providers)], body)
 
 
 def _host_cell(record: Mapping[str, Any]) -> str:
@@ -216,7 +217,7 @@ def _memory_table(records: Sequence[Mapping[str, Any]]) -> str:
             ]
         )
     body.sort(key=lambda cells: [title_of(name) for name in providers].index(cells[1]))
-    return _table(["shape", "implementation", "extra", "bound: outputs, LSE, delta, fp32 dQ"], body)
+    return table(["shape", "implementation", "extra", "bound: outputs, LSE, delta, fp32 dQ"], body)
 
 
 def _mebibytes(size: int) -> str:

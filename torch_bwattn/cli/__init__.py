@@ -1,4 +1,4 @@
-"""The command line: ``python -m torch_bwattn {info, run, bench, tune, compile, explain}``.
+"""The command line: ``python -m torch_bwattn {info, explain, run, bench, tune, doctor, compile, paper}``.
 
 A command is a module here with ``SUMMARY``, ``configure(parser)`` and ``main(namespace) -> int``, loaded when it is
 asked for.
@@ -11,15 +11,17 @@ import importlib
 import sys
 from collections.abc import Sequence
 
-COMMANDS = ("info", "run", "bench", "tune", "compile", "explain")
+COMMANDS = ("info", "explain", "run", "bench", "tune", "doctor", "compile", "paper")
 
 _SUMMARIES = {
     "info": "print versions, devices, backends and why any is missing",
+    "explain": "say what would run your problems on any GPU, and why not the others",
     "run": "run a Python script with scaled_dot_product_attention replaced",
     "bench": "check and time attention on this machine's GPU, beside its peers",
-    "compile": "compile all kernels for a GPU that is not here, and say what they became",
-    "explain": "say what would run your problems on any GPU, and why not the others",
     "tune": "measure which backend and config is fastest for your problems",
+    "doctor": "check the kernels that would run on this machine, each in a process of its own",
+    "compile": "compile all kernels for a GPU that is not here, and say what they became",
+    "paper": "how long attention takes on paper, beside what was measured, and predicted for B200",
 }
 
 

@@ -144,10 +144,14 @@ def problems_of(namespace: argparse.Namespace, target: str) -> list[Problem]:
 
 
 def write_table(target: str, path: Path) -> None:
-    """Writes the user's table of a target, in the form of the package's own."""
+    """Writes the user's table of a target, in the form of the package's own: an entry a line, in order."""
     from ..selection import tables
 
-    path.write_text(json.dumps({**tables.tuned(target).load(), "target": target}, indent=1) + "\n")
+    contents = {**tables.tuned(target).load(), "target": target}
+    entries = sorted(contents.pop("entries", []), key=lambda entry: (entry["kind"], entry["sizes"]))
+    head = json.dumps(contents, indent=1).removesuffix("\n}")
+    lines = ",\n".join(f"  {json.dumps(entry)}" for entry in entries)
+    path.write_text(f'{head},\n "entries": [\n{lines}\n ]\n}}\n')
 
 
 def _progress(quiet: bool) -> tuple[Callable[[str], None], Callable[[int, int], None], Callable[[], None]]:

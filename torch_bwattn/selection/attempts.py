@@ -141,8 +141,7 @@ class Attempts:
 
 
 def _known_failure(problem: Problem, tunable: Tunable) -> bool:
-    failed = (features_of(problem), key_of(problem), tunable) in _failed
-    return failed or bool(trust.recalled(tunable, problem))
+    return (features_of(problem), key_of(problem), tunable) in _failed
 
 
 def _failure_of(error: Exception) -> _Failure:

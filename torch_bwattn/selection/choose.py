@@ -4,7 +4,7 @@ Every config of every backend is a candidate. Candidates form groups, and a grou
 package's own kernels first, then PyTorch's fused ones, then the blockwise reference; the path that materialises the
 scores competes only while its score matrix is no larger than an activation, else it is the last resort. What does not
 support a problem sinks below all that do and never vanishes, and ``reference`` takes everything: so there is always an
-answer.
+answer. So does what a check has found wrong on this machine, or must not run before one has passed (:mod:`.trust`).
 
 Authority, highest first: a pinned backend, which raises when it refuses; what was measured (:mod:`.tables`), which
 goes before its group's priority but never makes the last resort any other; the order of groups, and in a group that of
@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import enum
 import logging
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cache
 from importlib import import_module
@@ -23,7 +24,7 @@ from ..backends.base import Backend, Verdict, no
 from ..errors import UnsupportedProblem
 from ..problem import Problem
 from ..target import capability
-from . import tables
+from . import tables, trust
 from .key import key_of
 from .tables import Tunable
 
@@ -101,15 +102,40 @@ class Plan:
 
 def plan(problem: Problem, pin: str | None) -> Plan:
     """Ask every backend for its verdicts (or the pinned one alone), and put them in order."""
+    verdicts = trust.Verdicts(problem)
     if pin:
-        return Plan(problem, _in_order([_pinned(candidate) for candidate in _candidates(pin, problem)]), pin)
+        # What a check has found wrong stays here: the call raises it, and hides nothing behind another config.
+        asked = [_pinned(candidate) for candidate in _candidates(pin, problem)]
+        return Plan(problem, _in_order([_sunk(one, trust.why_unproven, verdicts) for one in asked]), pin)
+    return _placed(problem, [_sunk(one, trust.why_passed_over, verdicts) for one in _asked(problem)])
+
+
+def unchecked_plan(problem: Problem) -> Plan:
+    """The plan of a problem if every candidate were trusted: what there is to check."""
+    return _placed(problem, _asked(problem))
+
+
+def _asked(problem: Problem) -> list[Candidate]:
     order = default_order(problem.target)
     names = (*order, *(name for name in _BACKENDS if name not in order))
-    found = [candidate for name in names for candidate in _candidates(name, problem)]
+    return [candidate for name in names for candidate in _candidates(name, problem)]
+
+
+def _placed(problem: Problem, found: list[Candidate]) -> Plan:
+    """What was measured before the rest.
+
+    Where none of a backend's configs was, for they depend on sizes and widths that the entry need not share, its first
+    stands for those that were.
+    """
     entry = tables.lookup(problem.target, key_of(problem))
     if entry is None:
         return Plan(problem, _in_order(found), None)
     times = {one.tunable: one.ms for one in entry.ranking}
+    able = [one for one in found if one.priority > Priority.LAST_RESORT]
+    for backend in {one.tunable.backend for one in entry.ranking}:
+        own = [one.tunable for one in able if one.backend == backend]
+        if own and not any(tunable in times for tunable in own):
+            times[own[0]] = min(one.ms for one in entry.ranking if one.tunable.backend == backend)
 
     def placed(one: Candidate) -> Candidate:
         if one.tunable not in times or one.priority <= Priority.LAST_RESORT:
@@ -126,6 +152,16 @@ def _pinned(candidate: Candidate) -> Candidate:
     if not verdict.last_resort:
         return candidate
     return Candidate(candidate.backend, no(verdict.last_resort, verdict.config), Priority.UNSUPPORTED)
+
+
+def _sunk(
+    candidate: Candidate, why: Callable[[Tunable, Backend, trust.Verdicts], str], verdicts: trust.Verdicts
+) -> Candidate:
+    """A candidate as one that refuses, where it must not run."""
+    reason = why(candidate.tunable, get_backend(candidate.backend), verdicts) if candidate.verdict else ""
+    if not reason:
+        return candidate
+    return Candidate(candidate.backend, no(reason, candidate.verdict.config), Priority.UNSUPPORTED)
 
 
 def _in_order(candidates: list[Candidate]) -> tuple[Candidate, ...]:

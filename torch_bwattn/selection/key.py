@@ -7,6 +7,7 @@ forward and the best backward.
 
 from __future__ import annotations
 
+import functools
 import math
 from typing import NamedTuple
 
@@ -44,11 +45,47 @@ class Key(NamedTuple):
         heads, q_len, kv_len = self.sizes
         return f"{self.kind} | BH{heads} S{q_len}/{kv_len}"
 
+    @property
+    def programs(self) -> int:
+        """Tiles of 64 queries, as far as they matter: with :data:`_ENOUGH` every SM has some."""
+        heads, q_len, _ = self.sizes
+        return min(heads * max(1, q_len // _TILE), _ENOUGH)
+
     def distance(self, other: Key) -> float:
-        """How many doublings lie between the sizes of two keys of one kind; infinite between kinds."""
-        if self.kind != other.kind:
-            return math.inf
-        return sum(abs(math.log2(a / b)) for a, b in zip(self.sizes, other.sizes, strict=True))
+        """How little a measurement for one key says of the other: doublings of what decides, and a price of the kinds.
+
+        The number of programs decides, up to a few for each SM, and the number of queries; each counts twice as much as
+        that of keys. So chosen because of 162 entries measured on the H200, taken from the nearest of other sizes, 96 %
+        of the choices are within 5 % of the best and all within 11 %; by doublings of all three sizes alike 88 %, the
+        worst at 1.26.
+        """
+        pairs = ((2, self.programs, other.programs), *zip((2, 1), self.sizes[1:], other.sizes[1:], strict=True))
+        apart = sum(weight * abs(math.log2(a / b)) for weight, a, b in pairs)
+        return apart + _between_kinds(self.kind, other.kind)
+
+
+_TILE, _ENOUGH = 64, 512
+
+_PRICES = {"grouped": 1.0, "lse-grad": 1.0, "causal": 2.0, "window": 2.0, "left-window": 2.0, "softcap": 2.0}
+"""Of what one kind has and the other has not. Whatever is not here has other kernels, and no common order."""
+
+
+@functools.lru_cache(maxsize=4096)
+def _between_kinds(one: str, other: str) -> float:
+    if one == other:
+        return 0.0
+    (widths, words), (other_widths, other_words) = _parsed(one), _parsed(other)
+    price = sum(_PRICES.get(word, math.inf) for word in words ^ other_words)
+    if widths != other_widths:
+        price += 1.0 + sum(abs(math.log2(a / b)) for a, b in zip(widths, other_widths, strict=True))
+    return price
+
+
+def _parsed(kind: str) -> tuple[tuple[int, ...], frozenset[str]]:
+    """A kind's widths and its other words."""
+    words = kind.split()
+    widths = next((word for word in words if word[0] == "D" and "/" in word), "D1/1")
+    return tuple(map(int, widths[1:].split("/"))), frozenset(words) - {widths}
 
 
 def kind_of(problem: Problem) -> str:

@@ -2,8 +2,8 @@
 
 A table holds, for each key, the tunables that were timed, fastest first, each of which had passed the accuracy rule
 there, and of every entry the environment: card, driver, versions, date. For a problem the entry of its very key is
-asked for, else that of the nearest of its kind, no more than :data:`FARTHEST` doublings of sizes away. Where both the
-package and the user have one, that of the installed versions counts, or the package's.
+asked for, else the nearest (:meth:`.key.Key.distance`) up to :data:`FARTHEST`. Where both the package and the user have
+one, that of the installed versions counts, or the package's.
 
 In a table of the package, ``tested`` is the number of the environment in which all of its GPU tests have passed.
 """
@@ -21,8 +21,8 @@ from .. import environment
 from .key import Key
 from .store import Store
 
-FARTHEST = 3.0
-"""Doublings of batch times heads, Sq and Skv together over which an entry is still asked for its order."""
+FARTHEST = 12.0
+"""How far an entry may be to be asked for its order."""
 
 VERSIONS_THAT_COUNT = ("torch", "triton", "helion", "nvidia-cutlass-dsl")
 """Of other versions than these, an entry's tunables are checked anew before they are used."""

@@ -6,6 +6,10 @@ was tested there, and what a table names was checked when it was timed. Anywhere
 the first use on a machine is preceded by a check of a small problem with the same features. A result that breaks the
 accuracy rule is remembered for later processes, as is one that keeps it; an exception is for this process only.
 
+A kernel that can hang is not checked in place on a target where the package's tests have never passed: there
+:data:`DOCTOR` checks it first, in a process that can be ended. What that finds is kept in the same file, a hang and an
+exception too, until it is forgotten or versions change. What was found wrong here counts more than who vouches for it.
+
 A check says nothing of what only a large problem has: indices past 2**31.
 """
 
@@ -18,7 +22,7 @@ import logging
 import os
 import threading
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +37,8 @@ from .store import Store
 from .tables import Tunable
 
 log = logging.getLogger("torch_bwattn")
+
+DOCTOR = "python -m torch_bwattn doctor"
 
 _OWN = ("cute", "helion")
 _lock = threading.RLock()
@@ -60,19 +66,84 @@ def passed_tests(target: str) -> bool:
     return tested is not None and tables.same_versions(table["environments"][tested])
 
 
+def _is_beyond_doubt(tunable: Tunable, problem: Problem) -> bool:
+    return problem.empty or tunable.backend == "reference"
+
+
 def needs_check(tunable: Tunable, problem: Problem) -> bool:
     """Whether nobody vouches for a tunable."""
-    if problem.empty or tunable.backend == "reference" or (tunable.backend == "aten" and problem.target == "cpu"):
+    if _is_beyond_doubt(tunable, problem) or (tunable.backend == "aten" and problem.target == "cpu"):
         return False
     return tunable.backend not in _OWN or not passed_tests(problem.target)
 
 
+def needs_doctor(backend: Backend, target: str) -> bool:
+    """Whether a backend's kernels may hang on a target, as far as the package's tests know: they never passed there."""
+    return backend.can_hang and tables.shipped(target).get("tested") is None
+
+
+class Verdicts:
+    """What checks have found of problems with one's features and versions that are installed: read once for a plan."""
+
+    def __init__(self, problem: Problem) -> None:
+        self.problem, self.features = problem, features_of(problem)
+        self._kept: Mapping[str, Any] = _store(problem.target).load().get("verdicts", {})
+
+    def of(self, tunable: Tunable) -> str | None:
+        """What is wrong with a tunable, or nothing; None where no check was made."""
+        found = _known.get((self.features, tunable))
+        if found is not None or not self._kept:
+            return found
+        verdict = self._kept.get(_name(tunable, self.features))
+        return str(verdict["failure"]) if verdict is not None and _is_verdict(verdict) else None
+
+    def of_direction(self, tunable: Tunable) -> list[str]:
+        """What was kept of a tunable with any features of the same direction."""
+        direction, versions = self.features.split(maxsplit=1)[0], _digest()
+        return [
+            verdict["failure"]
+            for verdict in self._kept.values()
+            if _is_verdict(verdict)
+            and (verdict["backend"], verdict["config"], verdict["versions"]) == (*tunable, versions)
+            and verdict["features"].split(maxsplit=1)[0] == direction
+        ]
+
+
 def recalled(tunable: Tunable, problem: Problem) -> str | None:
-    """What a check has found, here or in an earlier process: what is wrong, or nothing; None where there was none."""
-    if not needs_check(tunable, problem):
+    """What is known without a check: what is wrong, or nothing; None where nobody vouches and no check was made.
+
+    What a check has found wrong here counts more than who vouches for it.
+    """
+    if _is_beyond_doubt(tunable, problem):
         return ""
-    key = features_of(problem), tunable
-    return _known[key] if key in _known else _stored(problem, tunable)
+    found = Verdicts(problem).of(tunable)
+    return "" if found is None and not needs_check(tunable, problem) else found
+
+
+def why_passed_over(tunable: Tunable, backend: Backend, verdicts: Verdicts) -> str:
+    """Why the choice goes on to the next, as far as is known without running anything, or nothing."""
+    failure = "" if _is_beyond_doubt(tunable, verdicts.problem) else verdicts.of(tunable)
+    if failure:
+        return f"it failed its check on a small problem: {failure} ({DOCTOR} --again checks it anew)"
+    return why_unproven(tunable, backend, verdicts)
+
+
+def why_unproven(tunable: Tunable, backend: Backend, verdicts: Verdicts) -> str:
+    """Why a tunable that can hang must not run, nor be checked in place, on a target; or nothing.
+
+    It may run what it was checked for in a process of its own; and problems with other features, checked in place,
+    where it has passed all checks of its direction that are kept, and one at least.
+    """
+    if not needs_doctor(backend, verdicts.problem.target) or verdicts.of(tunable) == "":
+        return ""
+    found = verdicts.of_direction(tunable)
+    if found and not any(found):
+        return ""
+    failed = "has failed a check" if found else "was not checked"
+    return (
+        f"its kernels can hang, none was ever tested on {verdicts.problem.target}, and this one {failed} here: "
+        f"{DOCTOR} checks it"
+    )
 
 
 def why_distrusted(
@@ -141,7 +212,7 @@ def _judged(tunable: Tunable, backend: Backend, problem: Problem, drawing: drawn
         if lacks_memory(error) or device_is_lost(error):
             raise
         return f"{type(error).__name__}: {error}"
-    _keep(problem, tunable, failure)
+    keep(problem, tunable, failure)
     return failure
 
 
@@ -161,11 +232,17 @@ def device_is_lost(error: Exception) -> bool:
     return isinstance(error, torch.AcceleratorError) or "illegal memory access" in text or "CUDA error" in text
 
 
-def _name(tunable: Tunable, problem: Problem) -> str:
+def _name(tunable: Tunable, features: str) -> str:
     """What a verdict is of: features, tunable, and the versions that make the code."""
-    versions = (f"{name} {version}" for name, version in sorted(_versions().items()))
-    described = "\n".join([features_of(problem), *tunable, *versions])
-    return hashlib.sha256(described.encode()).hexdigest()[:32]
+    return _hashed(features, *tunable, _digest())
+
+
+def _digest() -> str:
+    return _hashed(*(f"{name} {version}" for name, version in sorted(_versions().items())))
+
+
+def _hashed(*lines: str) -> str:
+    return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:32]
 
 
 @functools.cache
@@ -178,24 +255,33 @@ def _versions() -> dict[str, str | None]:
     return {**described, "backends": sources.hexdigest()}
 
 
-def _stored(problem: Problem, tunable: Tunable) -> str | None:
-    kept = _store(problem.target).load().get("verdicts")
-    verdict = kept.get(_name(tunable, problem)) if kept else None
-    if not isinstance(verdict, dict) or not isinstance(verdict.get("failure"), str):
-        return None
-    return str(verdict["failure"])
+_FIELDS = ("features", "backend", "config", "versions", "failure")
 
 
-def _keep(problem: Problem, tunable: Tunable, failure: str) -> None:
+def _is_verdict(found: Any) -> bool:
+    """Whether a value of the file is a verdict: another version or another hand may have written it."""
+    return isinstance(found, dict) and all(isinstance(found.get(name), str) for name in _FIELDS)
+
+
+def forget(target: str) -> None:
+    """Drops the verdicts that are kept for a target."""
+    _known.clear()
+    _store(target).update(lambda contents: contents.pop("verdicts", None))
+
+
+def keep(problem: Problem, tunable: Tunable, failure: str) -> None:
+    """Keeps a verdict, for this process and for later ones: what is wrong, or nothing."""
+    _known[features_of(problem), tunable] = failure
     verdict = {
         "features": features_of(problem),
         "backend": tunable.backend,
         "config": tunable.config,
+        "versions": _digest(),
         "failure": failure,
         "date": dt.datetime.now(dt.timezone.utc).strftime("%Y-%m-%d"),
     }
 
     def change(contents: dict[str, Any]) -> None:
-        contents.setdefault("verdicts", {})[_name(tunable, problem)] = verdict
+        contents.setdefault("verdicts", {})[_name(tunable, verdict["features"])] = verdict
 
     _store(problem.target).update(change)

@@ -44,8 +44,8 @@ def rows(
     return [of_row(row, target, backward) for backward in directions for row in found]
 
 
-_TOKENS = 32768
-"""Of a release's problem: enough programs for all SMs at every length."""
+_TOKENS, _MOST_TOKENS = 2**15, 2**18
+"""Of a release's problem: enough programs for all SMs at every length; and of one with many keys."""
 
 
 def release(target: str) -> list[Problem]:
@@ -79,6 +79,13 @@ def _release(target: str) -> Iterator[Problem]:
     ):
         for kv_heads in (16, 4):
             yield _causal(_plain(target, width, q_len, kv_len, kv_heads))
+    # Few programs beside many keys, and many: what decides when a batch is small.
+    for width, batch, (q_len, kv_len) in itertools.product(
+        (64, 128), (1, 8, 32), itertools.product((16, 128), (512, 4096, 32768))
+    ):
+        few = _plain(target, width, q_len, kv_len, kv_heads=4)
+        if batch * kv_len <= _MOST_TOKENS:
+            yield _causal(dataclasses.replace(few, batch=batch))
     for width in (64, 128):
         base = _plain(target, width, 4096, 4096)
         for fields in _FEATURES:
@@ -101,6 +108,7 @@ _FEATURES: tuple[dict[str, Any], ...] = (
     {"diagonal": 0, "sink_dtype": torch.bfloat16},
     {"diagonal": 0, "low_diagonal": -127, "sink_dtype": torch.bfloat16},
     {"bulk_copies": False, "aligned": False},
+    {"diagonal": 0, "deterministic": True},
 )
 
 

@@ -17,11 +17,11 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from queue import SimpleQueue
-from typing import Any
+from typing import Any, NamedTuple
 
 from .. import environment
 from ..problem import Problem
@@ -35,6 +35,7 @@ WORKER = (sys.executable, "-m", "torch_bwattn.tuning.worker")
 _READY = b'{"ready": true}'
 _START_LIMIT_S = 120.0
 """What a new process is given to import what it needs."""
+_END_LIMIT_S = 30.0
 
 
 _AT_ONCE = 8
@@ -45,11 +46,16 @@ class NoAnswer(Exception):
     """A worker has not answered in time, or has died."""
 
 
+class NotStarted(NoAnswer):
+    """A worker cannot be started: that says nothing of what it was to be asked."""
+
+
 class Worker:
     """One worker process, started when it is first asked, and anew after it failed to answer."""
 
-    def __init__(self, command: Sequence[str] = WORKER) -> None:
-        self._command = command
+    def __init__(self, command: Sequence[str] = WORKER, variables: Mapping[str, str] | None = None) -> None:
+        """``variables`` are of its environment, where that does not have them."""
+        self._command, self._variables = command, variables or {}
         self._process: subprocess.Popen[bytes] | None = None
         self._buffer = b""
 
@@ -59,26 +65,37 @@ class Worker:
         """What is ``wanted`` of the reply to a request, each as the function of it that is given.
 
         Raises:
+            NotStarted: There is no process to ask.
             NoAnswer: There is none within the limit, it is no such reply, or the process died.
         """
+        process = self._process or self._start()
         try:
-            if self._process is None:
-                # A session of its own: what it starts itself is ended with it.
-                self._process = subprocess.Popen(  # noqa: S603 (this interpreter, or a test's)
-                    self._command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
-                    start_new_session=True, env={**os.environ, TUNE: "0"},
-                )  # fmt: skip
-                while self._read_line(self._process, _START_LIMIT_S) != _READY:
-                    pass  # what is printed while modules load
-            self._write_line(self._process, json.dumps(request).encode())
-            reply = json.loads(self._read_line(self._process, limit_s))
-            return {name: kind(reply[name]) for name, kind in wanted.items()}
+            self._write_line(process, json.dumps(request).encode())
+            reply = json.loads(self._read_line(process, limit_s))
+            found = {name: kind(reply[name]) for name, kind in wanted.items()}
         except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
             self.end()
             raise NoAnswer(f"its process died, or answered with nonsense ({error})") from error
         except NoAnswer:
             self.end()
             raise
+        if reply.get("lost"):
+            self.end()
+        return found
+
+    def _start(self) -> subprocess.Popen[bytes]:
+        try:
+            # A session of its own: what it starts itself is ended with it.
+            self._process = subprocess.Popen(  # noqa: S603 (this interpreter, or a test's)
+                self._command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
+                start_new_session=True, env={**self._variables, **os.environ, TUNE: "0"},
+            )  # fmt: skip
+            while self._read_line(self._process, _START_LIMIT_S) != _READY:
+                pass  # what is printed while modules load
+        except (OSError, NoAnswer) as error:
+            self.end()
+            raise NotStarted(f"its process did not start: {error}") from error
+        return self._process
 
     def _write_line(self, process: subprocess.Popen[bytes], line: bytes) -> None:
         if process.stdin is None:
@@ -110,7 +127,8 @@ class Worker:
             return
         with contextlib.suppress(OSError):
             os.killpg(process.pid, 9)
-        process.wait()
+        with contextlib.suppress(subprocess.TimeoutExpired):  # a driver that does not let go of it
+            process.wait(timeout=_END_LIMIT_S)
         for pipe in (process.stdin, process.stdout):
             if pipe is not None:
                 with contextlib.suppress(OSError):
@@ -197,7 +215,7 @@ def tune(
     rivals = {key: competitors(problem) for key, problem in todo.items()}
     total, done, lock = sum(map(len, rivals.values())) + len(todo), 0, threading.Lock()
 
-    def step() -> None:
+    def step(*_: Any) -> None:
         nonlocal done
         with lock:
             done += 1
@@ -205,26 +223,39 @@ def tune(
 
     described = describe() if describe else _describe(todo.values())
     outcomes: list[Outcome] = []
-    checkers, timer, keys = _Checkers(options), Worker(options.command), list(todo)
+    timer = Worker(options.command)
     try:
-        for first in range(0, len(keys), _AT_ONCE):
-            some = keys[first : first + _AT_ONCE]
-            failures = checkers.check([(todo[key], tunable) for key in some for tunable in rivals[key]], step)
-            for key in some:
-                problem = todo[key]
-                mine = {tunable: failures[problem, tunable] for tunable in rivals[key]}
-                outcome = _time(key, problem, mine, timer, options)
+        with contextlib.closing(checked({todo[key]: rivals[key] for key in todo}, options, step)) as ready:
+            for problem, failures in ready:
+                outcome = _time(key_of(problem), problem, failures, timer, options)
                 for tunable, reason in outcome.failures.items():
-                    log(f"{key}: {tunable} left out: {reason}")
+                    log(f"{outcome.key}: {tunable} left out: {reason}")
                 if outcome.ranking:
-                    log(f"{key}: {outcome.ranking[0].tunable}, {outcome.ranking[0].ms:.4f} ms")
+                    log(f"{outcome.key}: {outcome.ranking[0].tunable}, {outcome.ranking[0].ms:.4f} ms")
                     _keep(problem, outcome, described)
                 outcomes.append(outcome)
                 step()
     finally:
-        checkers.end()
         timer.end()
     return outcomes
+
+
+def checked(
+    rivals: Mapping[Problem, Sequence[Tunable]], options: Options, step: Callable[..., None] = lambda *_: None
+) -> Generator[tuple[Problem, dict[Tunable, str]]]:
+    """Problems whose tunables have been checked, and compiled, by processes that rest now: what is wrong with each.
+
+    A few problems are checked beside each other, then given one by one. ``step`` is called after each check.
+    """
+    checkers, problems = Checkers(options), list(rivals)
+    try:
+        for first in range(0, len(problems), _AT_ONCE):
+            some = problems[first : first + _AT_ONCE]
+            found = checkers.check([(problem, tunable) for problem in some for tunable in rivals[problem]], step)
+            for problem in some:
+                yield problem, {tunable: found[problem, tunable].failure for tunable in rivals[problem]}
+    finally:
+        checkers.end()
 
 
 def _describe(problems: Iterable[Problem]) -> dict[str, Any]:
@@ -236,32 +267,47 @@ def _keep(problem: Problem, outcome: Outcome, described: dict[str, Any]) -> None
     tables.tuned(problem.target).update(lambda contents: tables.add(contents, outcome.key, outcome.ranking, described))
 
 
-class _Checkers:
+class Checked(NamedTuple):
+    """What a check has found: what is wrong, or nothing, and whether that ``says_nothing`` of the kernel."""
+
+    failure: str
+    says_nothing: bool
+    seconds: float
+
+
+class Checkers:
     """Workers that check tunables beside each other."""
 
     def __init__(self, options: Options) -> None:
         self._options = options
-        self._all = [Worker(options.command) for _ in range(max(1, options.jobs))]
+        jobs = max(1, options.jobs)
+        # With more threads than cores they wait for each other: on two cores four take four times as long as two.
+        threads = {"OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // jobs))}
+        self._all = [Worker(options.command, threads) for _ in range(jobs)]
         self._free: SimpleQueue[Worker] = SimpleQueue()
         for worker in self._all:
             self._free.put(worker)
 
     def check(
-        self, checks: Sequence[tuple[Problem, Tunable]], step: Callable[[], None]
-    ) -> dict[tuple[Problem, Tunable], str]:
-        """What is wrong with each tunable, or nothing."""
+        self,
+        checks: Sequence[tuple[Problem, Tunable]],
+        step: Callable[[tuple[Problem, Tunable], Checked], None],
+    ) -> dict[tuple[Problem, Tunable], Checked]:
+        """What is found of each tunable; ``step``, in any thread, takes each as it is found."""
 
-        def one(check: tuple[Problem, Tunable]) -> str:
+        def one(check: tuple[Problem, Tunable]) -> Checked:
             problem, tunable = check
-            worker = self._free.get()
+            worker, start = self._free.get(), time.monotonic()
             try:
                 request = {"do": "check", "problem": to_json(problem), "tunable": list(tunable)}
-                return str(worker.ask(request, self._options.limit_s, {"failure": str})["failure"])
+                reply = worker.ask(request, self._options.limit_s, {"failure": str, "says_nothing": bool})
             except NoAnswer as error:
-                return str(error)
+                reply = {"failure": str(error), "says_nothing": isinstance(error, NotStarted)}
             finally:
                 self._free.put(worker)
-                step()
+            found = Checked(**reply, seconds=time.monotonic() - start)
+            step(check, found)
+            return found
 
         with ThreadPoolExecutor(len(self._all)) as pool:
             return dict(zip(checks, pool.map(one, checks), strict=True))

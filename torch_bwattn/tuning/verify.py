@@ -7,6 +7,7 @@ Problems whose key a table has are not drawn.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import random
 from collections.abc import Callable, Sequence
@@ -112,24 +113,28 @@ def verify(
 ) -> list[Verified]:
     """Times each problem's candidates beside the operator and PyTorch."""
     found, worker = [], tuner.Worker(options.command)
+    rivals = {problem: tuner.competitors(problem) for problem in problems}
     try:
-        for problem in problems:
-            one = _verify(problem, worker, options)
-            if one is None:
-                log(f"{key_of(problem)}: no times")
-            else:
-                log(str(one))
-                found.append(one)
+        with contextlib.closing(tuner.checked(rivals, options)) as ready:
+            for problem, wrong in ready:
+                one = _verify(problem, wrong, worker, options)
+                if one is None:
+                    log(f"{key_of(problem)}: no times")
+                else:
+                    log(str(one))
+                    found.append(one)
     finally:
         worker.end()
     return found
 
 
-def _verify(problem: Problem, worker: tuner.Worker, options: tuner.Options) -> Verified | None:
+def _verify(
+    problem: Problem, wrong: dict[tables.Tunable, str], worker: tuner.Worker, options: tuner.Options
+) -> Verified | None:
     first = plan(problem, None).chosen
     if first is None:
         return None
-    names = [list(tunable) for tunable in tuner.competitors(problem)]
+    names = [list(tunable) for tunable, failure in wrong.items() if not failure]
     others = [[calls.AUTO, ""], *([[calls.PLAIN, ""]] if calls.has_plain(problem) else [])]
     request = {
         "do": "time", "problem": to_json(problem), "tunables": names + others, "budget": options.budget,
@@ -140,7 +145,8 @@ def _verify(problem: Problem, worker: tuner.Worker, options: tuner.Options) -> V
         return None
     times = {tuple(name): ms for name, ms in zip(names + others, reply["ms"], strict=True)}
     reasons = zip(names + others, reply["failures"], strict=True)
-    failures = {": ".join(name): reason for name, reason in reasons if reason}
+    failures = {str(tunable): failure for tunable, failure in wrong.items() if failure}
+    failures |= {": ".join(name): reason for name, reason in reasons if reason}
     timed = {name: ms for name, ms in times.items() if ms is not None and name[0] not in (calls.AUTO, calls.PLAIN)}
     if tuple(first.tunable) not in timed:
         return None

@@ -3,14 +3,16 @@
 It says ``{"ready": true}`` once it has imported what it needs. Then it reads requests from its standard input and
 writes a reply to each to its standard output, both a line of JSON::
 
-    {"do": "check", "problem": …, "tunable": [backend, config]}             -> {"failure": ""}
+    {"do": "check", "problem": …, "tunable": [backend, config]}             -> {"failure": "", "says_nothing": false}
     {"do": "time", "problem": …, "tunables": […], "budget": {…}}             -> {"ms": […], "failures": […]}
 
-What kernels print goes to standard error.
+A failure that ``says_nothing`` is none of the kernel's: memory lacked, or there was no reference. After a reply with
+``"lost": true`` the process is of no more use: its device is gone. What kernels print goes to standard error.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import sys
@@ -32,7 +34,7 @@ from ..bench.timing import (
     time_interleaved,
 )
 from ..problem import Problem
-from ..selection import drawn
+from ..selection import drawn, trust
 from ..selection.choose import get_backend
 from ..selection.on_demand import from_json
 from . import calls
@@ -43,10 +45,22 @@ def device_of(problem: Problem) -> torch.device:
     return torch.device("cpu" if problem.target == "cpu" else "cuda")
 
 
+class NoReference(Exception):
+    """There is nothing to compare with."""
+
+
 def check(problem: Problem, backend: str, config: str) -> str:
-    """What is wrong with a tunable, or nothing: its results on a small problem, and that it runs this one."""
+    """What is wrong with a tunable, or nothing: its results on a small problem, and that it runs this one.
+
+    Raises:
+        NoReference: What is right could not be computed.
+    """
     found = get_backend(backend)
-    failure = drawn.failure(found, config, drawn.draw(problem, device_of(problem)))
+    try:
+        drawing = drawn.draw(problem, device_of(problem))
+    except Exception as error:
+        raise NoReference("no reference") from error
+    failure = drawn.failure(found, config, drawing)
     if failure:
         return failure
     result = work_of(problem, backend, config, _inputs(problem))()
@@ -102,15 +116,20 @@ def answer(request: Mapping[str, Any]) -> dict[str, Any]:
         with torch.no_grad():
             if request["do"] == "check":
                 backend, config = request["tunable"]
-                return {"failure": check(problem, backend, config)}
+                return {"failure": check(problem, backend, config), "says_nothing": False}
             times, failures = measure(problem, [(b, c) for b, c in request["tunables"]], request["budget"])
             return {"ms": times, "failures": failures}
     except Exception as error:  # noqa: BLE001 (it is the answer)
         count = len(request.get("tunables", ()))
-        return {"failure": describe_failure(error), "ms": [None] * count, "failures": [describe_failure(error)] * count}
+        reasons = {"failure": describe_failure(error), "failures": [describe_failure(error)] * count}
+        foreign = isinstance(error, NoReference) or trust.lacks_memory(error)
+        cause = error.__cause__ if isinstance(error.__cause__, Exception) else error
+        state = {"says_nothing": foreign, "lost": trust.device_is_lost(cause)}
+        return {**reasons, **state, "ms": [None] * count}
     finally:
         if torch.cuda.is_initialized():
-            torch.cuda.empty_cache()
+            with contextlib.suppress(torch.AcceleratorError):  # again of a device that is lost
+                torch.cuda.empty_cache()
 
 
 def serve(requests: TextIO, replies: TextIO) -> None:

@@ -16,6 +16,7 @@ class CuteBackend(Backend):
     """Hand-written CuTe-DSL kernels for Hopper."""
 
     name = "cute"
+    can_hang = True
 
     def missing(self) -> str | None:
         return loader.why_missing()

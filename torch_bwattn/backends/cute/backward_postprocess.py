@@ -7,6 +7,8 @@ of 128 threads after 128 threads, or of a warp after a warp, four floats of a th
 own values in the order in which they were written, 16 bytes at a time and next to its neighbours'. They go through
 shared memory, transposed where the product was, to rows that are stored 16 bytes at a time.
 
+The backward ends with the last heads, which are in the L2 cache and go first here.
+
 Batches of several lengths: ``cu_seqlens_q`` has the first row of each sequence in ``dq``, whose batch is then 1, and
 sequence b starts in the accumulator at row ``(cu_seqlens_q[b] + b * tile_m) // tile_m * tile_m``. ``seqused_q`` gives
 lengths that are less than what ``cu_seqlens_q`` leaves room for.
@@ -111,7 +113,7 @@ class Postprocess:
         pitch = self.width + _PITCH
         rows = storage.rows.get_tensor(cute.make_layout((self.tile_m, pitch), stride=(pitch, 1)))
         thread = cute.arch.thread_idx()[0]
-        pair, m = divmod(cute.arch.block_idx()[0], tiles)
+        pair, m = divmod(cute.arch.grid_dim()[0] - 1 - cute.arch.block_idx()[0], tiles)
         sequence, head = divmod(pair, heads)
         first, length, start, batch = Int32(0), dq.shape[2], Int64(sequence) * batch_step, sequence
         if const_expr(cu_seqlens_q is not None):

@@ -5,6 +5,7 @@
 Both are padded to whole tiles of queries, delta with 0 and lse2 with +inf, so that P and dS of what is no query are 0.
 What the backward adds to is set to 0 on the way, by each program a part.
 A few lanes of a warp have a row: eight elements each, where rows are contiguous and aligned one load of 16 bytes.
+The backward begins with the first heads, so these go last here, and are in the L2 cache when it comes to them.
 """
 
 from __future__ import annotations
@@ -86,9 +87,9 @@ class Preprocess:
         blocks: cute.FastDivmodDivisorV2,
         heads: cute.FastDivmodDivisorV2,
     ) -> None:
-        thread = cute.arch.thread_idx()[0]
-        self.clear(zeros, thread)
-        pair, block = divmod(cute.arch.block_idx()[0], blocks)
+        thread, number = cute.arch.thread_idx()[0], cute.arch.grid_dim()[0] - 1 - cute.arch.block_idx()[0]
+        self.clear(zeros, thread, number)
+        pair, block = divmod(number, blocks)
         batch, head = divmod(pair, heads)
         row, part = block * self.rows + thread // self.lanes, thread % self.lanes
         total, power = Float32(0.0), Float32.inf
@@ -107,11 +108,11 @@ class Preprocess:
                 lse2[batch, head, row] = power
 
     @cute.jit
-    def clear(self, zeros: cute.Tensor, thread: Int32) -> None:
+    def clear(self, zeros: cute.Tensor, thread: Int32, number: Int32) -> None:
         """The program's part of what becomes 0, 16 bytes a thread at a time."""
         quads = Int32(zeros.shape[0] // 4)
         share = cute.ceil_div(quads, cute.arch.grid_dim()[0])
-        first = cute.arch.block_idx()[0] * share
+        first = number * share
         four = cute.make_rmem_tensor((4,), Float32)
         four.fill(0.0)
         for i in cutlass.range(first + thread, cutlass.min(first + share, quads), _THREADS, unroll=1):

@@ -141,7 +141,8 @@ class Backward:
         self.tile_m, self.tile_n = config.tile_m, config.tile_n
         self.width, self.value_width = backward_widths(features)
         self.by_keys, self.by_warps = config.by_keys, config.adders == "warps"
-        self.limited = features.right or features.left  # so that tiles of keys differ in their queries
+        # Tiles of keys differ in their queries, or one waits for another, which must have been begun.
+        self.counted = features.right or features.left or features.deterministic
         self.k_tile, self.v_tile = (self.tile_n, self.width), (self.tile_n, self.value_width)
         self.q_tile, self.do_tile = (self.tile_m, self.width), (self.tile_m, self.value_width)
         self.s_tile = (self.tile_n, self.tile_m)
@@ -322,7 +323,7 @@ class Backward:
             moved_rows(lse),
             moved_rows(delta),
             sums.Sums(dq.iterator, turns),
-            cute.make_tensor(counter, cute.make_layout(1)) if const_expr(self.limited) else None,
+            cute.make_tensor(counter, cute.make_layout(1)) if const_expr(self.counted) else None,
             scale,
             c,
             cap,
@@ -519,6 +520,8 @@ class Backward:
         once = pipeline.make_pipeline_state(kind, 1)
         state = pipeline.make_pipeline_state(kind, _STAGES)
         index = cute.arch.block_idx()[0]
+        if const_expr(self.features.deterministic):
+            index = schedule.claim(counter.iterator)
         while index < order.total:
             tile = self.tile_of(order, index, limits)
             self.announce(index, shared.next_tile, k_pipe, once)
@@ -543,7 +546,10 @@ class Backward:
                 v_views = self.views(v, self.v_tile, shared.v, tile.kv_head, tile.batch)
                 self.load(v.atom, v_views, tile.n, v_pipe, once)
             once.advance()
-            index = schedule.next_index(index, cute.arch.grid_dim()[0], counter, Int32(1))
+            if const_expr(self.features.deterministic):
+                index = schedule.claim(counter.iterator)
+            else:
+                index = schedule.next_index(index, cute.arch.grid_dim()[0], counter, Int32(1))
         self.announce(index, shared.next_tile, k_pipe, once)
         if cute.arch.lane_idx() == 0:
             cute.arch.mbarrier_arrive(k_pipe.producer_get_barrier(once))

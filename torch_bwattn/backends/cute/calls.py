@@ -62,6 +62,10 @@ def _launch_of(key: KernelKey) -> Any:
     return launch
 
 
+def _programs(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
 _View = tuple[tuple[int, ...], tuple[int, ...]]
 
 
@@ -125,7 +129,7 @@ class Forward:
         views = tuple(_view_for_tma(tensor) for tensor in (x.q, x.k, x.v))
         self._views = views if any(views) else None
         left = None if problem.low_diagonal is None else -problem.low_diagonal
-        programs = torch.cuda.get_device_properties(device).multi_processor_count
+        programs = _programs(device)
         self._options = (problem.scale, problem.softcap, problem.diagonal, left, programs)
         self._counts = int(configs.counts_tiles(problem, self.config))
         if configs.features(problem).limited:
@@ -204,7 +208,7 @@ class Backward:
         views = (*map(_view_for_tma, (x.q, x.k, x.v)), None if self._copies else _view_for_tma(x.grad_out))
         self._views = views if any(views) else None
         left = None if problem.low_diagonal is None else -problem.low_diagonal
-        programs = torch.cuda.get_device_properties(x.q.device).multi_processor_count
+        programs = _programs(x.q.device)
         self._options = problem.scale, problem.softcap, problem.diagonal, left, programs
         keys = (
             preprocess_key(problem, wide=suits_bulk_copies(x.out)),

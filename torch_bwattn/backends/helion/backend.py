@@ -159,9 +159,9 @@ class _Forward:
         out = torch.empty_strided(*self._out, dtype=problem.dtype, device=x.q.device)
         lse = torch.empty(sizes[:3], dtype=torch.float32, device=x.q.device)
         self._lse = tuple(lse.shape), lse.stride()
-        arguments = module.forward_arguments(
-            x.q, x.k, x.v, _expanded(problem, x.mask), x.rng_state, out, lse, sink=x.sink, **_switches(problem)
-        )
+        options = {**_switches(problem), "sink": x.sink, "packed": self.config.packed}
+        mask = _expanded(problem, x.mask)
+        arguments = module.forward_arguments(x.q, x.k, x.v, mask, x.rng_state, out, lse, **options)
         self._rest = arguments[8:]
         self._launch = module.FORWARD.prepare(arguments, self.config.helion())
 

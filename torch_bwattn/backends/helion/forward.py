@@ -57,6 +57,7 @@ def attention_forward(
     low_diagonal: int | None,
     softcap: float | None,
     nonnegative_scale: hl.constexpr,
+    packed: hl.constexpr,
 ) -> None:
     """Helion kernel function; :data:`FORWARD` prepares and launches it with what :func:`forward_arguments` gives.
 
@@ -77,6 +78,7 @@ def attention_forward(
         low_diagonal: None, or query i sees key j only when j >= i + low_diagonal.
         softcap: None, or the bound of the scores before the mask.
         nonnegative_scale: Whether scale >= 0.
+        packed: Whether two fp32 values are rescaled, or scaled and shifted, by one instruction.
     """
     B, Hq, M, D = q.shape
     _, Hkv, N, Dv = v.shape
@@ -105,14 +107,14 @@ def attention_forward(
             k_tile = parts.load_rows(k, b, hk, col, d, N, D, False)
             s = hl.dot(q_tile, k_tile.T, out_dtype=torch.float32)
             if mask is None and softcap is None and nonnegative_scale:
-                p, alpha, m = _softmax_of_raw_scores(s, c, m)
+                p, alpha, m = _softmax_of_raw_scores(s, c, m, packed)
             else:
                 exponent = parts.exponents(parts.capped(s * c, softcap), softcap, mask)
                 p, alpha, m = _softmax(parts.masked_exponents(exponent, mask, mask_tile), m, mask)
             l = l * alpha + p.sum(-1)
             p = _dropped(p, rng_state, b * Hq + h, row, j, threshold, block_m, block_n)
             v_tile = parts.load_rows(v, b, hk, col, dv, N, Dv, False)
-            acc = hl.dot(p.to(v.dtype), v_tile, acc=acc * alpha[:, None])
+            acc = hl.dot(p.to(v.dtype), v_tile, acc=parts.multiply(acc, alpha[:, None], packed))
 
         for step in hl.grid(start, stop):
             j = parts.edge_tile(step, first, full, low_diagonal)
@@ -127,7 +129,7 @@ def attention_forward(
             l = l * alpha + p.sum(-1)
             p = _dropped(p, rng_state, b * Hq + h, row, j, threshold, block_m, block_n)
             v_tile = parts.load_rows(v, b, hk, col, dv, N, Dv, True)
-            acc = hl.dot(p.to(v.dtype), v_tile, acc=acc * alpha[:, None])
+            acc = hl.dot(p.to(v.dtype), v_tile, acc=parts.multiply(acc, alpha[:, None], packed))
 
         # A row without a visible key (and no sink) has l = 0 and acc = 0: output 0, lse = -inf + log(0) = -inf.
         normalizer = keep_scale / torch.where(l == 0.0, 1.0, l)
@@ -149,11 +151,12 @@ def _before_any_key(
 
 
 def _softmax_of_raw_scores(
-    s: torch.Tensor, c: float, m: torch.Tensor
+    s: torch.Tensor, c: float, m: torch.Tensor, packed: bool
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """One online-softmax step over scores not yet scaled: (p, factor for the old sums, new maximum)."""
     m_next = torch.maximum(m, torch.amax(s, -1) * c)
-    return torch.exp2(s * c - m_next.unsqueeze(1)), torch.exp2(m - m_next), m_next
+    exponent = parts.multiply_subtract(s, c, m_next.unsqueeze(1), packed)
+    return torch.exp2(exponent), torch.exp2(m - m_next), m_next
 
 
 def _softmax(
@@ -199,6 +202,7 @@ def forward_arguments(
     low_diagonal: int | None = None,
     softcap: float | None = None,
     sink: torch.Tensor | None = None,
+    packed: bool = False,
 ) -> tuple[Any, ...]:
     """All arguments of :func:`attention_forward`, in order, from what a call means.
 
@@ -217,11 +221,12 @@ def forward_arguments(
         low_diagonal: That minus the left side of a window, or None.
         softcap: Bound of the scores, or None.
         sink: Logit for each query head, or None.
+        packed: See :func:`attention_forward`.
     """
     threshold = parts.signed_threshold(dropout_p)
     keep_scale = 1.0 / (1.0 - dropout_p)
     tensors = q, k, v, mask, rng_state, sink, o, lse
-    return *tensors, float(scale), threshold, keep_scale, diagonal, causal, low_diagonal, softcap, scale >= 0
+    return *tensors, float(scale), threshold, keep_scale, diagonal, causal, low_diagonal, softcap, scale >= 0, packed
 
 
 FORWARD = runtime.KernelFamily(

@@ -73,6 +73,15 @@ def tile_at(order: TileOrder, index: Int32) -> Tile:
 
 
 @cute.jit
+def claim(counter: cute.Pointer) -> Int32:
+    """The first number that no program has taken, for a whole warp. ``counter`` is 0 before the kernel runs."""
+    taken = Int32(0)
+    if cute.arch.lane_idx() == 0:
+        taken = cute.arch.atomic_add(counter, Int32(1), sem="relaxed", scope="gpu")
+    return cute.arch.shuffle_sync(taken, 0)
+
+
+@cute.jit
 def next_index(index: Int32, programs: Int32, counter: cute.Tensor | None, counts: Int32) -> Int32:
     """The number of a program's next tile, for a whole warp: ``programs`` on, or the first that no program has taken.
 
@@ -82,8 +91,5 @@ def next_index(index: Int32, programs: Int32, counter: cute.Tensor | None, count
     following = index + programs
     if const_expr(counter is not None):  # noqa: SIM102 (joined, the two would be one that is decided when run)
         if counts != 0:
-            taken = Int32(0)
-            if cute.arch.lane_idx() == 0:
-                taken = cute.arch.atomic_add(counter.iterator, Int32(1), sem="relaxed", scope="gpu")
-            following = programs + cute.arch.shuffle_sync(taken, 0)
+            following = programs + claim(counter.iterator)
     return following

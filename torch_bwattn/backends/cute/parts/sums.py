@@ -8,8 +8,9 @@ on.
 For repeatable results programs add to a tile in a fixed order, one after the other: ``turns`` says for each tile and
 group how many have. Where later keys are limited, that is from the last keys to the first, in which order their
 programs come to a tile by themselves, the last one first; else from the first to the last. A program's turn always
-comes, since those before it have been started earlier. A warp beside the group, its adder, waits for the turn. Without
-turns it would only cost: B4 H32 S8192 D128 588 TFLOP/s with adders against 614 (causal 555 and 585).
+comes, since those before it have been claimed earlier, by programs that run. A warp beside the group, its adder, waits
+for the turn. Without turns it would only cost: B4 H32 S8192 D128 588 TFLOP/s with adders against 614 (causal 555 and
+585).
 """
 
 from __future__ import annotations
