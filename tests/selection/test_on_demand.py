@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import subprocess
+import sys
 from types import SimpleNamespace
 
 import pytest
@@ -15,6 +16,7 @@ from hypothesis import strategies as st
 import torch_bwattn
 from torch_bwattn.problem import Problem
 from torch_bwattn.selection import on_demand
+from torch_bwattn.selection.choose import plan
 
 DTYPES = st.sampled_from((torch.bfloat16, torch.float32))
 PROBLEMS = st.builds(
@@ -133,3 +135,27 @@ def test_another_value_is_an_error(monkeypatch):
     monkeypatch.setenv("BWATTN_TUNE", "yes")
     with pytest.raises(ValueError, match="BWATTN_TUNE"):
         on_demand.tune(ON_A_GPU, None)
+
+
+class TestCheckApart:
+    PROBLEM = Problem("cpu", torch.float32, 1, 2, 2, 20, 31, 16, 16, 0.25)
+
+    def asked(self):
+        return on_demand.check_apart(self.PROBLEM, plan(self.PROBLEM, None).chosen.tunable, torch.device("cpu"))
+
+    def test_what_is_right(self):
+        assert self.asked() == ("", False)
+
+    def test_what_never_ends(self, monkeypatch):
+        monkeypatch.setattr(on_demand, "_CHECK_LIMIT_S", 0.2)
+        assert self.asked() == ("no answer within 0 s", False)
+
+    def test_what_dies(self, monkeypatch):
+        monkeypatch.setattr(on_demand, "_WORKER", (sys.executable, "-c", "raise SystemExit(3)"))
+        assert self.asked() == ("its process died with status 3", False)
+
+    def test_where_there_is_no_process(self, monkeypatch):
+        monkeypatch.setattr(on_demand, "_WORKER", ("/no such program",))
+        failure, says_nothing = self.asked()
+        assert "no such program" in failure
+        assert says_nothing

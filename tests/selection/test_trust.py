@@ -13,7 +13,7 @@ from torch_bwattn.backends.cute import loader as cute_loader
 from torch_bwattn.crosscompile import lane
 from torch_bwattn.errors import UnsupportedProblem
 from torch_bwattn.problem import Problem
-from torch_bwattn.selection import attempts, tables, trust
+from torch_bwattn.selection import attempts, drawn, tables, trust
 from torch_bwattn.selection.choose import get_backend, plan, unchecked_plan
 from torch_bwattn.selection.key import features_of
 from torch_bwattn.selection.tables import Tunable
@@ -160,3 +160,30 @@ def test_the_reference_stays_whatever_was_found():
     reference = Tunable("reference", plan(PROBLEM, "reference").chosen.verdict.config)
     trust.keep(PROBLEM, reference, "wrong by 3")
     assert reference in may_run(PROBLEM)
+
+
+@pytest.mark.parametrize("failure", ["", "no answer within 180 s"])
+@pytest.mark.parametrize("says_nothing", [False, True])
+def test_what_waits_for_itself_is_checked_in_a_process_of_its_own(fakes, monkeypatch, failure, says_nothing):
+    fakes(helion=["hangs"])
+    asked = []
+
+    def check_apart(problem, *more):
+        asked.append((drawn.small(problem) == problem, *more))
+        return failure, says_nothing
+
+    backend, tunable, device = get_backend("helion"), Tunable("helion", "hangs"), torch.device("cuda", 1)
+    monkeypatch.setattr(type(backend), "is_checked_apart", lambda _, config: config == "hangs")
+    monkeypatch.setattr(trust.on_demand, "check_apart", check_apart)
+    assert trust.check(tunable, backend, PROBLEM, device) == failure
+    assert asked == [(True, tunable, device)]
+    assert trust.Verdicts(PROBLEM).of(tunable) == (None if says_nothing else failure)
+
+
+def test_what_helion_lowers_to_tcgen05_is_checked_apart():
+    helion = get_backend("helion")
+    for backward in (False, True):
+        problem = Problem("sm_100a", torch.bfloat16, 1, 4, 2, 512, 512, 128, 128, 0.1, backward=backward)
+        apart = [helion.is_checked_apart(offer.config) for offer in helion.offers(problem)]
+        assert apart[0]
+        assert not apart[-1]

@@ -95,6 +95,10 @@ class Backend(ABC):
     can_hang: ClassVar[bool] = False
     """Whether its kernels' parts wait for each other at barriers written by hand: a wrong one may never end."""
 
+    def is_checked_apart(self, config: str) -> bool:
+        """Whether a config's check needs a process of its own: its parts wait for each other, as a compiler has it."""
+        return False
+
     def missing(self) -> str | None:
         """Why this installation cannot use the backend at all, or None. Cheap: loads nothing heavy."""
         return None

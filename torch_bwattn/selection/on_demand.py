@@ -29,6 +29,8 @@ from .key import Key, key_of
 
 RECORD, TUNE = "BWATTN_RECORD", "BWATTN_TUNE"
 _LIMIT_S = 1800.0
+_CHECK_LIMIT_S = 180.0
+_WORKER = (sys.executable, "-m", "torch_bwattn.tuning.worker")
 _VISIBLE = "CUDA_VISIBLE_DEVICES"
 
 log = logging.getLogger("torch_bwattn")
@@ -157,18 +159,42 @@ def tune(problem: Problem, device: torch.device | None) -> None:
                     storage.tell_once(log, f"{TUNE}: nothing can be tuned: {error}")
 
 
+def _variables(device: torch.device | None) -> dict[str, str]:
+    """The environment of a process that sees one device alone, and neither records nor tunes by itself."""
+    variables = {**os.environ, TUNE: "0", RECORD: ""}
+    if device is not None and device.index is not None:
+        seen = [word for word in os.environ.get(_VISIBLE, "").split(",") if word]
+        variables[_VISIBLE] = seen[device.index] if seen else str(device.index)
+    return variables
+
+
+def check_apart(problem: Problem, tunable: tables.Tunable, device: torch.device) -> tuple[str, bool]:
+    """What a process of its own finds of a tunable: what is wrong, or nothing, and whether that says nothing of it."""
+    request = json.dumps({"do": "check", "problem": to_json(problem), "tunable": list(tunable)}) + "\n"
+    try:
+        done = subprocess.run(  # noqa: S603 (this interpreter, this package)
+            _WORKER, input=request, env=_variables(device), capture_output=True, text=True,
+            timeout=_CHECK_LIMIT_S, check=False,
+        )  # fmt: skip
+    except subprocess.TimeoutExpired:
+        return f"no answer within {_CHECK_LIMIT_S:.0f} s", False
+    except OSError as error:
+        return f"there is no process to check it: {error}", True
+    try:
+        reply = json.loads(done.stdout.splitlines()[-1])
+        return str(reply["failure"]), bool(reply["says_nothing"])
+    except (IndexError, ValueError, KeyError, TypeError):
+        return f"its process died with status {done.returncode}", False
+
+
 def _tune(problem: Problem, device: torch.device | None) -> None:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "problem.jsonl"
         path.write_text(json.dumps(to_json(problem)) + "\n")
         command = [sys.executable, "-m", "torch_bwattn", "tune", "--quiet", "--from-log", str(path)]
-        variables = {**os.environ, TUNE: "0", RECORD: ""}
-        if device is not None and device.index is not None:
-            seen = [word for word in os.environ.get(_VISIBLE, "").split(",") if word]
-            variables[_VISIBLE] = seen[device.index] if seen else str(device.index)
         try:
             done = subprocess.run(  # noqa: S603 (this interpreter, this package)
-                command, env=variables, capture_output=True, text=True, timeout=_LIMIT_S, check=False
+                command, env=_variables(device), capture_output=True, text=True, timeout=_LIMIT_S, check=False
             )
         except subprocess.TimeoutExpired:
             storage.tell_once(log, f"{TUNE}: {key_of(problem)} could not be tuned within {_LIMIT_S:.0f} s")

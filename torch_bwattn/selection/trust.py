@@ -6,9 +6,11 @@ was tested there, and what a table names was checked when it was timed. Anywhere
 the first use on a machine is preceded by a check of a small problem with the same features. A result that breaks the
 accuracy rule is remembered for later processes, as is one that keeps it; an exception is for this process only.
 
-A kernel that can hang is not checked in place on a target where the package's tests have never passed: there
-:data:`DOCTOR` checks it first, in a process that can be ended. What that finds is kept in the same file, a hang and an
-exception too, until it is forgotten or versions change. What was found wrong here counts more than who vouches for it.
+A hand-written kernel can hang, and is not checked at its first use on a target where the package's tests have never
+passed: there :data:`DOCTOR` checks it first, in a process that can be ended. Of those that are not by hand but wait for
+each other too, the first use is checked in a process of its own. What such a process finds is kept in the same file, a
+hang and an exception too, until it is forgotten or versions change. What was found wrong here counts more than who
+vouches for it.
 
 A check says nothing of what only a large problem has: indices past 2**31.
 """
@@ -31,7 +33,7 @@ import torch
 from .. import backends, environment
 from ..backends.base import Backend
 from ..problem import Problem
-from . import drawn, tables
+from . import drawn, on_demand, tables
 from .key import features_of
 from .store import Store
 from .tables import Tunable
@@ -183,6 +185,11 @@ def check(tunable: Tunable, backend: Backend, problem: Problem, device: torch.de
     Raises:
         BaseException: The references', and of the kernel's those that say nothing of it: lack of memory, a lost device.
     """
+    if device.type == "cuda" and backend.is_checked_apart(tunable.config):
+        failure, says_nothing = on_demand.check_apart(drawn.small(problem), tunable, device)
+        if not says_nothing:
+            keep(problem, tunable, failure)
+        return failure
     found: list[str | BaseException] = []
 
     def run() -> None:

@@ -40,6 +40,9 @@ class HelionBackend(Backend):
     def missing(self) -> str | None:
         return loader.why_missing()
 
+    def is_checked_apart(self, config: str) -> bool:
+        return config.startswith(forms.PREFIX)
+
     def supports(self, problem: Problem) -> Verdict:
         offers = self.offers(problem)
         return next(filter(None, offers), offers[0])

@@ -20,7 +20,7 @@ from ..base import ForwardInputs
 from ..cute import loader as cute_loader
 from . import flash_blocks, forms, loader
 
-NAME = "tcgen05 through CuTe-DSL, blocks of 128x128"
+NAME = forms.PREFIX + "blocks of 128x128"
 NOTE = "compiles some 10 s for each batch x heads and each pair of padded lengths"
 
 _DTYPES = (torch.bfloat16, torch.float16)

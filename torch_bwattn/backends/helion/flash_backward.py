@@ -17,9 +17,9 @@ from ...layout import dense_strides
 from ...problem import Problem
 from .. import sinks
 from ..base import BackwardInputs, Grads, Wanted
-from . import configs, flash, loader
+from . import configs, flash, forms, loader
 
-NAME = "tcgen05 through CuTe-DSL, tiles of 128x128"
+NAME = forms.PREFIX + "tiles of 128x128"
 CONFIGS = {f"{NAME}, programs in pairs": 2, NAME: 1}
 """By name, the programs that share a tile of keys. Pairs read half as much shared memory for each product."""
 

@@ -18,7 +18,7 @@ from .. import sinks
 from ..base import ForwardInputs
 from . import flash, forms, loader
 
-NAME = "tcgen05 through CuTe-DSL, widths 192 and 128"
+NAME = forms.PREFIX + "widths 192 and 128"
 
 _WIDTH, _VALUE_WIDTH = 192, 128
 _SCALE = _WIDTH**-0.5

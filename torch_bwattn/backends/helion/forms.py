@@ -9,6 +9,9 @@ from typing import Any
 TCGEN05 = ((10, 0), (10, 3))
 """Compute capabilities with tcgen05, whose products accumulate in tensor memory."""
 
+PREFIX = "tcgen05 through CuTe-DSL, "
+"""How the names of their configs begin."""
+
 WIDEST = 128
 """The largest width of which the forms take any lengths forward."""
 
