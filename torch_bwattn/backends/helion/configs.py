@@ -127,11 +127,19 @@ _FP32_FORWARD = {64: Config(32, 32, 4, 2), 128: Config(32, 64, 8, 1), 256: Confi
 # Where products accumulate in tensor memory, tiles were chosen by compiling alone, none was timed: the largest at which
 # nothing spills, where Hopper's spills (192 to 1,104 bytes a thread in dK and dV) or, at width 256, asks for 259 KiB of
 # shared memory, more than there is.
-_TENSOR_MEMORY_FORWARD = {(256, "plain"): Config(128, 32, 8, 2)}
+_TENSOR_MEMORY_FORWARD = {
+    **_FORWARD,
+    (128, "plain"): Config(128, 64, 8, 3),  # 128x128 8w spills 40 to 64 bytes with 3 stages, 32 to 56 with 2
+    (256, "plain"): Config(128, 32, 8, 2),
+}
 
 
 def _has_tensor_memory(problem: Problem) -> bool:
     return capability(problem.target) in TCGEN05
+
+
+def _table(problem: Problem) -> dict[tuple[int, str], Config]:
+    return _TENSOR_MEMORY_FORWARD if _has_tensor_memory(problem) else _FORWARD
 
 
 def _packed(problem: Problem, config: Config) -> Config:
@@ -156,9 +164,7 @@ def _forward(problem: Problem) -> Config:
     if not _roomy(problem):
         wide = width <= 64 or (width <= 128 and work == "plain")
         return Config(64, 64 if wide else 32, 4, 2 if width <= 128 else 1)
-    usual = _FORWARD[width, work]
-    if _has_tensor_memory(problem) and (width, work) in _TENSOR_MEMORY_FORWARD:
-        return _TENSOR_MEMORY_FORWARD[width, work]
+    usual = _table(problem)[width, work]
     if work == "plain" and problem.kv_len <= SHORT_KV_LEN:
         return _SHORT_FORWARD.get((width, problem.diagonal is not None), usual)
     if work == "plain" and problem.low_diagonal is not None:
@@ -171,7 +177,7 @@ def forward_choices(problem: Problem) -> tuple[Config, ...]:
     chosen, width = forward(problem), _width(problem)
     if problem.dtype == torch.float32 or not _roomy(problem):
         return (chosen,)
-    tables = (_FORWARD, _SHORT_FORWARD)
+    tables = (_table(problem), _SHORT_FORWARD)
     others = [_packed(problem, config) for table in tables for (of, _), config in table.items() if of == width]
     return tuple(dict.fromkeys((chosen, *others)))
 
