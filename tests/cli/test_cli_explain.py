@@ -33,8 +33,10 @@ def test_a_gpu_that_is_not_here(capsys):
     text = said(capsys, "--target", "sm_100a", "--shapes", SHAPE, "--causal", "yes")
     forward, backward = text.split("backward: ")
     assert "Hq=32 Hkv=8 Sq=4096" in forward
-    first = forward.splitlines()[2]
-    assert first == f"  + helion: supports it, config {flash.NAME} ({flash.NOTE})"
+    source, first = forward.splitlines()[2:4]
+    assert "NVIDIA B200, a prediction" in source
+    assert first.startswith(f"  + helion: supports it, config {flash.NAME} ({flash.NOTE}), predicted ")
+    assert first.endswith(" ms there")
     assert next(iter(flash_backward.CONFIGS)) in backward.splitlines()[1]
 
 

@@ -136,7 +136,7 @@ def test_a_backends_first_config_stands_for_those_that_were_measured(fakes):
     fakes(cute=["right", "slow"], aten=["right"])
     keep(PROBLEM, [Measured(Tunable("cute", "of another width"), 0.1), Measured(Tunable("aten", "right"), 0.2)])
     first, second = plan(PROBLEM, None).candidates[:2]
-    assert (*first.tunable, first.figure) == ("cute", "right", "0.100 ms")
+    assert (*first.tunable, first.figure) == ("cute", "right", "measured 0.100 ms")
     assert second.tunable == ("aten", "right")
 
 

@@ -127,10 +127,12 @@ def _placed(problem: Problem, found: list[Candidate]) -> Plan:
     Where none of a backend's configs was, for they depend on sizes and widths that the entry need not share, its first
     stands for those that were.
     """
-    entry = tables.lookup(problem.target, key_of(problem))
+    key = key_of(problem)
+    entry = tables.lookup(problem.target, key)
     if entry is None:
         return Plan(problem, _in_order(found), None)
     times = {one.tunable: one.ms for one in entry.ranking}
+    word, where = "predicted" if entry.predicted else "measured", "" if entry.key == key else " there"
     able = [one for one in found if one.priority > Priority.LAST_RESORT]
     for backend in {one.tunable.backend for one in entry.ranking}:
         own = [one.tunable for one in able if one.backend == backend]
@@ -140,7 +142,7 @@ def _placed(problem: Problem, found: list[Candidate]) -> Plan:
     def placed(one: Candidate) -> Candidate:
         if one.tunable not in times or one.priority <= Priority.LAST_RESORT:
             return one
-        return replace(one, priority=Priority.MEASURED, figure=f"{times[one.tunable]:.3f} ms")
+        return replace(one, priority=Priority.MEASURED, figure=f"{word} {times[one.tunable]:.3f} ms{where}")
 
     measured = sorted(map(placed, found), key=lambda one: times.get(one.tunable, 0.0) if one.figure else 0.0)
     return Plan(problem, _in_order(measured), None, str(entry))

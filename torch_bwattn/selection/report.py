@@ -43,7 +43,7 @@ def _candidate(candidate: Candidate) -> str:
     if verdict.note:
         line += f" ({verdict.note})"
     if candidate.figure:
-        line += f", measured {candidate.figure}"
+        line += f", {candidate.figure}"
     return line + (f", last resort: {verdict.last_resort}" if verdict.last_resort else "")
 
 

@@ -5,7 +5,8 @@ there, and of every entry the environment: card, driver, versions, date. For a p
 asked for, else the nearest (:meth:`.key.Key.distance`) up to :data:`FARTHEST`. Where both the package and the user have
 one, that of the installed versions counts, or the package's.
 
-In a table of the package, ``tested`` is the number of the environment in which all of its GPU tests have passed.
+In a table of the package, ``tested`` is the number of the environment in which all of its GPU tests have passed. An
+environment that is ``predicted`` is of a card that nobody here has: its ``source`` says where times are from.
 """
 
 from __future__ import annotations
@@ -62,9 +63,14 @@ class Entry:
         """Whether it was measured with the versions that are installed."""
         return same_versions(self.environment)
 
+    @property
+    def predicted(self) -> bool:
+        """Whether its times were not measured, but predicted or published."""
+        return bool(self.environment.get("predicted"))
+
     def __str__(self) -> str:
         device, date = self.environment["device"].get("name", "?"), self.environment["date"][:10]
-        return f"{self.source} of {date}, {device}, for {self.key}"
+        return f"{self.source} of {date}, {device}{', a prediction' if self.predicted else ''}, for {self.key}"
 
 
 def same_versions(described: Mapping[str, Any]) -> bool:
