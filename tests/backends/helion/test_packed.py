@@ -105,7 +105,7 @@ def test_blackwells_ptx_has_it():
     config = configs.forward(BLACKWELL)
     x = drawn.inputs(BLACKWELL, "cpu")
     with report.collected() as prepared:
-        get_backend("helion").forward(BLACKWELL)(x)
+        get_backend("helion").forward(BLACKWELL, str(config))(x)
     ((family, arguments, made),) = prepared
     found = report.compile_report(family, arguments, made, capability=(10, 0))
     # Each of a tile's scores once in the loop, and each of its outputs.
