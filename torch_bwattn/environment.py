@@ -39,8 +39,9 @@ def versions() -> dict[str, str | None]:
     """Versions by name: Python, those of `DISTRIBUTIONS`, CUDA as PyTorch was built for, cuDNN as PyTorch finds it."""
     found: dict[str, str | None] = {"python": platform.python_version()}
     found.update((name, distribution_version(name)) for name in DISTRIBUTIONS)
-    # The version that the running code reports includes the local part (+cpu, +cu130), which the metadata may lack.
-    found["torch"] = torch.__version__
+    # The version that the running code reports includes the local part (+cpu, +cu130), which the metadata may lack. As
+    # PyTorch has it, it would be parsed anew at each comparison.
+    found["torch"] = str(torch.__version__)
     found["cuda"] = torch.version.cuda
     found["cudnn"] = cudnn_version()
     return found

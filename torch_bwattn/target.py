@@ -31,6 +31,11 @@ def is_target(text: str) -> bool:
     return text == "cpu" or (named is not None and cuda_target(int(named[1]), int(named[2])) == text)
 
 
+def here() -> str:
+    """The target of the first GPU that PyTorch sees, or ``cpu``."""
+    return target_of(torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu"))
+
+
 @functools.cache
 def _cuda_device_target(index: int) -> str:
     return cuda_target(*torch.cuda.get_device_capability(index))

@@ -151,11 +151,11 @@ class TestCheckApart:
         assert self.asked() == ("no answer within 0 s", False)
 
     def test_what_dies(self, monkeypatch):
-        monkeypatch.setattr(on_demand, "_WORKER", (sys.executable, "-c", "raise SystemExit(3)"))
+        monkeypatch.setattr(on_demand, "WORKER", (sys.executable, "-c", "raise SystemExit(3)"))
         assert self.asked() == ("its process died with status 3", False)
 
     def test_where_there_is_no_process(self, monkeypatch):
-        monkeypatch.setattr(on_demand, "_WORKER", ("/no such program",))
+        monkeypatch.setattr(on_demand, "WORKER", ("/no such program",))
         failure, says_nothing = self.asked()
         assert "no such program" in failure
         assert says_nothing

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import math
 import sys
 from collections.abc import Sequence
 
@@ -23,6 +24,18 @@ _SUMMARIES = {
     "compile": "compile all kernels for a GPU that is not here, and say what they became",
     "paper": "how long attention takes on paper, beside what was measured, and predicted for B200",
 }
+
+
+def check_jobs(namespace: argparse.Namespace) -> None:
+    """Refuses a number of processes that is none."""
+    if namespace.jobs is not None and namespace.jobs < 1:
+        raise UsageError(f"--jobs: expected a positive number, got {namespace.jobs}")
+
+
+def check_limit(namespace: argparse.Namespace) -> None:
+    """Refuses a time limit that is none."""
+    if not 0.0 < namespace.limit < math.inf:
+        raise UsageError(f"--limit: expected a positive number of seconds, got {namespace.limit}")
 
 
 def main(argv: Sequence[str]) -> int:

@@ -15,7 +15,7 @@ import argparse
 import os
 import sys
 
-from . import UsageError
+from . import UsageError, check_jobs
 
 _BACKENDS = ("cute", "helion")
 
@@ -41,8 +41,7 @@ def main(namespace: argparse.Namespace) -> int:
     """
     from ..crosscompile import lane
 
-    if namespace.jobs is not None and namespace.jobs < 1:
-        raise UsageError(f"--jobs: expected a positive number, got {namespace.jobs}")
+    check_jobs(namespace)
 
     def log(one: lane.Compiled) -> None:
         if not namespace.table:

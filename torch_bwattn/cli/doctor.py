@@ -11,13 +11,12 @@ On the first GPU that is visible, or the CPU where there is none. The status is 
 from __future__ import annotations
 
 import argparse
-import math
 import os
 import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from . import UsageError
+from . import UsageError, check_jobs, check_limit
 
 if TYPE_CHECKING:
     from ..tuning import doctor
@@ -46,18 +45,14 @@ def main(namespace: argparse.Namespace) -> int:
     Raises:
         UsageError: An option's value is wrong.
     """
-    import torch
-
     from ..selection.choose import default_order, get_backend
     from ..selection.on_demand import read_log
-    from ..target import target_of
+    from ..target import here
     from ..tuning import doctor, tuner
 
-    if namespace.jobs is not None and namespace.jobs < 1:
-        raise UsageError(f"--jobs: expected a positive number, got {namespace.jobs}")
-    if not 0.0 < namespace.limit < math.inf:
-        raise UsageError(f"--limit: expected a positive number of seconds, got {namespace.limit}")
-    target = target_of(torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu"))
+    check_jobs(namespace)
+    check_limit(namespace)
+    target = here()
     if target == "cpu":
         print("PyTorch finds no CUDA device: what runs on the CPU is checked")
     problems = doctor.problems(target)

@@ -37,19 +37,16 @@ def main(namespace: argparse.Namespace) -> int:
     Raises:
         UsageError: An option's value is wrong.
     """
-    import torch
-
     from ..problem import Problem
     from ..selection import report
     from ..selection.choose import Plan, plan
     from ..selection.pin import pinned
-    from ..target import is_target, target_of
+    from ..target import here, is_target
     from .tune import problems_of
 
     if namespace.from_log and (namespace.causal or namespace.dtype):
         raise UsageError("--causal, --dtype: expected only with --shapes; recorded problems have their own")
-    device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
-    target = namespace.target or target_of(device)
+    target = namespace.target or here()
     if not is_target(target):
         raise UsageError(f"--target: expected cpu or a name such as sm_90a or sm_100a, got {target!r}")
     try:

@@ -13,14 +13,13 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from . import UsageError
+from . import UsageError, check_jobs, check_limit
 from .bench import CAUSAL_WORDS, words_of
 
 if TYPE_CHECKING:
@@ -71,10 +70,8 @@ def main(namespace: argparse.Namespace) -> int:
     from ..target import target_of
     from ..tuning import tuner
 
-    if namespace.jobs is not None and namespace.jobs < 1:
-        raise UsageError(f"--jobs: expected a positive number, got {namespace.jobs}")
-    if not 0.0 < namespace.limit < math.inf:
-        raise UsageError(f"--limit: expected a positive number of seconds, got {namespace.limit}")
+    check_jobs(namespace)
+    check_limit(namespace)
     elsewhere = namespace.from_log or namespace.suite == "release" or namespace.verify is not None
     if elsewhere and (namespace.causal or namespace.dtype):
         raise UsageError("--causal, --dtype: expected only with --shapes or the rows; other problems have their own")

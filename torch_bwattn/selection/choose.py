@@ -153,7 +153,7 @@ def _pinned(candidate: Candidate) -> Candidate:
     verdict = candidate.verdict
     if not verdict.last_resort:
         return candidate
-    return Candidate(candidate.backend, no(verdict.last_resort, verdict.config), Priority.UNSUPPORTED)
+    return _refused(candidate, verdict.last_resort)
 
 
 def _sunk(
@@ -161,8 +161,10 @@ def _sunk(
 ) -> Candidate:
     """A candidate as one that refuses, where it must not run."""
     reason = why(candidate.tunable, get_backend(candidate.backend), verdicts) if candidate.verdict else ""
-    if not reason:
-        return candidate
+    return _refused(candidate, reason) if reason else candidate
+
+
+def _refused(candidate: Candidate, reason: str) -> Candidate:
     return Candidate(candidate.backend, no(reason, candidate.verdict.config), Priority.UNSUPPORTED)
 
 

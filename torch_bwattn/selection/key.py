@@ -13,9 +13,8 @@ from typing import NamedTuple
 
 import torch
 
-from ..backends.helion.forms import TCGEN05, WHOLE_KEYS, WIDEST
+from ..backends.helion.forms import WHOLE_KEYS, WIDEST, has_tcgen05
 from ..problem import Problem, dtype_name
-from ..target import capability
 
 _FEWEST = 16
 _WIDTHS = (32, 64, 96, 128, 192, 256)
@@ -59,9 +58,11 @@ class Key(NamedTuple):
         of the choices are within 5 % of the best and all within 11 %; by doublings of all three sizes alike 88 %, the
         worst at 1.26.
         """
+        price = _between_kinds(self.kind, other.kind)
+        if price == math.inf:  # most of a table
+            return price
         pairs = ((2, self.programs, other.programs), *zip((2, 1), self.sizes[1:], other.sizes[1:], strict=True))
-        apart = sum(weight * abs(math.log2(a / b)) for weight, a, b in pairs)
-        return apart + _between_kinds(self.kind, other.kind)
+        return price + sum(weight * abs(math.log2(a / b)) for weight, a, b in pairs)
 
 
 _TILE, _ENOUGH = 64, 512
@@ -124,7 +125,7 @@ def features_of(problem: Problem) -> str:
 
 def has_whole_keys(problem: Problem) -> bool:
     """Whether a problem on Blackwell has keys in whole tiles, none hidden: some kernels take no other, if none is."""
-    if capability(problem.target) not in TCGEN05 or not (problem.backward or problem.head_dim > WIDEST):
+    if not has_tcgen05(problem.target) or not (problem.backward or problem.head_dim > WIDEST):
         return False
     return problem.diagonal is None and problem.low_diagonal is None and problem.kv_len % WHOLE_KEYS == 0
 

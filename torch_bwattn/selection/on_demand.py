@@ -30,7 +30,7 @@ from .key import Key, key_of
 RECORD, TUNE = "BWATTN_RECORD", "BWATTN_TUNE"
 _LIMIT_S = 1800.0
 _CHECK_LIMIT_S = 180.0
-_WORKER = (sys.executable, "-m", "torch_bwattn.tuning.worker")
+WORKER = (sys.executable, "-m", "torch_bwattn.tuning.worker")
 _VISIBLE = "CUDA_VISIBLE_DEVICES"
 
 log = logging.getLogger("torch_bwattn")
@@ -173,7 +173,7 @@ def check_apart(problem: Problem, tunable: tables.Tunable, device: torch.device)
     request = json.dumps({"do": "check", "problem": to_json(problem), "tunable": list(tunable)}) + "\n"
     try:
         done = subprocess.run(  # noqa: S603 (this interpreter, this package)
-            _WORKER, input=request, env=_variables(device), capture_output=True, text=True,
+            WORKER, input=request, env=_variables(device), capture_output=True, text=True,
             timeout=_CHECK_LIMIT_S, check=False,
         )  # fmt: skip
     except subprocess.TimeoutExpired:

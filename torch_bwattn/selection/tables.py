@@ -184,15 +184,21 @@ def _tuned_entries(target: str) -> dict[Key, Entry]:
 
 def lookup(target: str, key: Key) -> Entry | None:
     """The entry to go by: the very key's before the nearest, one of the installed versions before others."""
+    found = exact(target, key)
+    if found is not None:
+        return found
+    every = (entry for table in (_shipped_entries(target), _tuned_entries(target)) for entry in table.values())
+    near = [(apart, entry) for entry in every if (apart := key.distance(entry.key)) <= FARTHEST]
+    return min(near, key=lambda one: (one[0], not one[1].same_versions), default=(0.0, None))[1]
+
+
+def exact(target: str, key: Key) -> Entry | None:
+    """The entry of the very key, one of the installed versions before others."""
     tables = (_shipped_entries(target), _tuned_entries(target))
-    exact = [table[key] for table in tables if key in table]
-    if exact:
-        return max(exact, key=lambda entry: entry.same_versions)
-    near = [entry for table in tables for entry in table.values() if key.distance(entry.key) <= FARTHEST]
-    return min(near, key=lambda entry: (key.distance(entry.key), not entry.same_versions), default=None)
+    return max((table[key] for table in tables if key in table), key=lambda entry: entry.same_versions, default=None)
 
 
 def is_known(target: str, key: Key) -> bool:
     """Whether this very key was measured with the installed versions."""
-    entry = lookup(target, key)
-    return entry is not None and entry.key == key and entry.same_versions
+    entry = exact(target, key)
+    return entry is not None and entry.same_versions

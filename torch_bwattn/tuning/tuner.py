@@ -14,7 +14,6 @@ import math
 import os
 import select
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
@@ -28,10 +27,9 @@ from ..problem import Problem
 from ..selection import tables
 from ..selection.choose import Priority, plan
 from ..selection.key import Key, key_of
-from ..selection.on_demand import TUNE, to_json
+from ..selection.on_demand import TUNE, WORKER, to_json
 from ..selection.tables import Measured, Tunable
 
-WORKER = (sys.executable, "-m", "torch_bwattn.tuning.worker")
 _READY = b'{"ready": true}'
 _START_LIMIT_S = 120.0
 """What a new process is given to import what it needs."""

@@ -34,8 +34,7 @@ def draw(target: str, count: int, seed: int = 0) -> list[Problem]:
     while len(found) < count:
         problem = _draw(target, source)
         key = key_of(problem)
-        entry = tables.lookup(target, key)
-        if key not in found and (entry is None or entry.key != key):
+        if key not in found and tables.exact(target, key) is None:
             found[key] = problem
     return list(found.values())
 

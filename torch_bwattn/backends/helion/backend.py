@@ -98,7 +98,7 @@ class HelionBackend(Backend):
 
 def _flash_offers(problem: Problem) -> tuple[Verdict, ...]:
     """Of what Helion lowers to CuTe-DSL, on the targets that have its instructions."""
-    if not flash.has_tcgen05(problem.target):
+    if not forms.has_tcgen05(problem.target):
         return ()
     way = _flash_way(problem)
     refusal = way.why_not(problem)

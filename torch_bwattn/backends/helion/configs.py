@@ -17,7 +17,7 @@ import torch
 
 from ...problem import Problem
 from ...target import capability
-from .forms import TCGEN05
+from .forms import has_tcgen05
 
 
 @dataclass(frozen=True)
@@ -134,12 +134,8 @@ _TENSOR_MEMORY_FORWARD = {
 }
 
 
-def _has_tensor_memory(problem: Problem) -> bool:
-    return capability(problem.target) in TCGEN05
-
-
 def _table(problem: Problem) -> dict[tuple[int, str], Config]:
-    return _TENSOR_MEMORY_FORWARD if _has_tensor_memory(problem) else _FORWARD
+    return _TENSOR_MEMORY_FORWARD if has_tcgen05(problem.target) else _FORWARD
 
 
 def _packed(problem: Problem, config: Config) -> Config:
@@ -149,7 +145,7 @@ def _packed(problem: Problem, config: Config) -> Config:
     240 instead of 228. Instructions are 4 % fewer at width 64, 4 to 6 % at 128, 8 % at 256. Operands in fp32 take
     another path, whose arithmetic the compiler packs itself.
     """
-    return replace(config, packed=_has_tensor_memory(problem) and problem.dtype != torch.float32)
+    return replace(config, packed=has_tcgen05(problem.target) and problem.dtype != torch.float32)
 
 
 def forward(problem: Problem) -> Config:
@@ -260,7 +256,7 @@ def backward(problem: Problem) -> dict[str, Config]:
         tile = Config(*numbers)
         chosen = {"dkv": _keys_first(*numbers), "dq": tile, "excess": tile, "mask_grad": tile}
     else:
-        dkv = _TENSOR_MEMORY_DKV[width] if _has_tensor_memory(problem) else _DKV[width, work]
+        dkv = _TENSOR_MEMORY_DKV[width] if has_tcgen05(problem.target) else _DKV[width, work]
         chosen = {"dkv": dkv, "dq": _DQ[width, work]}
         if (width, work) == (128, "additive") and problem.dropout_p > 0.0:
             # The table's tile would take 232 KiB of shared memory with a float32 mask; this is the next best, 0.94.

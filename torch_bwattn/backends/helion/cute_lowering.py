@@ -14,7 +14,6 @@ import contextlib
 import dataclasses
 import importlib
 import logging
-import os
 import threading
 import time
 from typing import TYPE_CHECKING, Any
@@ -27,7 +26,7 @@ from ..cute import report as reporting
 from . import forms, loader, pretend, runtime
 
 if TYPE_CHECKING:
-    from collections.abc import Hashable, Iterator, Mapping, Sequence
+    from collections.abc import Hashable, Mapping, Sequence
 
 log = logging.getLogger(__name__)
 
@@ -90,7 +89,7 @@ class Lowered:
                 self._host(*args)
                 return
             start = time.perf_counter()
-            with _environment_unmoved(), compiling.alone():
+            with runtime.environment_unmoved(*_MOVED), compiling.alone():
                 host = lowered(self.family, args, self.config)
                 host(*args)
             self._host = host
@@ -151,20 +150,6 @@ def _launched(host: Any, args: Sequence[Any]) -> tuple[Any, tuple[int, ...], tup
     return launched
 
 
-@contextlib.contextmanager
-def _environment_unmoved() -> Iterator[None]:
-    """Undoes what Helion does to the environment of the whole process, which it asks for at the first launch alone."""
-    before = {name: os.environ.get(name) for name in _MOVED}
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                os.environ.pop(name, None)
-            else:
-                os.environ[name] = value
-
-
 def compile_report(
     family: runtime.KernelFamily, args: Sequence[Any], config: Mapping[str, Any], target: tuple[int, int], arch: str
 ) -> reporting.KernelReport:
@@ -185,7 +170,7 @@ def compile_report(
         raise RuntimeError("TRITON_INTERPRET=1 replaced Triton's compiler in this process: nothing can be compiled")
     family.check(args)
     start = time.perf_counter()
-    with pretend.pretend_cuda(target), _environment_unmoved():
+    with pretend.pretend_cuda(target), runtime.environment_unmoved(*_MOVED):
         kernel, grid, values, options = _launched(lowered(family, args, config), args)
         launcher = importlib.import_module("helion.runtime.cute.launcher")
         sms = torch.cuda.get_device_properties(0).multi_processor_count

@@ -12,9 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...layout import dense_strides
+from ...layout import empty_like_order
 from ...problem import Problem
-from ...target import capability
 from .. import sinks
 from ..base import ForwardInputs
 from ..cute import loader as cute_loader
@@ -36,11 +35,6 @@ TRITON = {"block_sizes": [128, 128], "num_warps": 8, "num_stages": 2, "indexing"
 _HELION = {"cute_flash_kv_split": 1}
 """What is changed in Helion's own choice, which for a width and dtype depends on the sizes in this alone: few programs
 would split rows of keys. Without that, what a check at the first use has run is the body of every size."""
-
-
-def has_tcgen05(target: str) -> bool:
-    """Whether a target has the instructions."""
-    return capability(target) in forms.TCGEN05
 
 
 def _unbuildable() -> str:
@@ -125,9 +119,8 @@ class Forward:
     def __call__(self, x: ForwardInputs) -> tuple[Tensor, Tensor]:
         problem, device = self.problem, x.q.device
         heads = problem.batch * problem.heads
-        out = x.q.new_empty_strided(*self._layout(x.q))
-        whole = self._rows == problem.q_len and self._width == problem.value_dim and out.is_contiguous()
-        o = out if whole else out.new_empty((problem.batch, problem.heads, self._rows, self._width))
+        out = empty_like_order(x.q, problem.value_dim)
+        o = room_for(out, self._rows, self._width)
         lse = torch.empty((problem.batch, problem.heads, self._rows), dtype=torch.float32, device=device)
         arguments = (
             padded(x.q, self._rows, self._width),
@@ -146,15 +139,9 @@ class Forward:
             family = importlib.import_module(f"{__package__}.flash_cute").FLASH
             self._launch = family.prepare(arguments, _HELION)
         self._launch(*arguments)
-        if o is not out:
-            out.copy_(o[:, :, : problem.q_len, : problem.value_dim])
+        take(out, o)
         lse = lse[..., : problem.q_len].contiguous()
         return out, lse if x.sink is None else sinks.join(out, lse, x.sink)
-
-    def _layout(self, q: Tensor) -> tuple[Any, Any]:
-        problem = self.problem
-        sizes = (problem.batch, problem.heads, problem.q_len, problem.value_dim)
-        return sizes, dense_strides(q, sizes)
 
 
 def full_refusal(problem: Problem) -> str:
@@ -174,6 +161,18 @@ def full_refusal(problem: Problem) -> str:
 def full_length(length: int) -> int:
     """The length that such kernels are compiled for."""
     return flash_blocks.padded_length(length, _PER_DOUBLING, forms.WHOLE_KEYS)
+
+
+def room_for(result: Tensor, length: int, width: int) -> Tensor:
+    """Where a kernel writes a result that it pads to these: the result itself where that lies as the kernel's."""
+    sizes = (*result.shape[:2], length, width)
+    return result if result.shape == sizes and result.is_contiguous() else result.new_empty(sizes)
+
+
+def take(result: Tensor, room: Tensor) -> None:
+    """Copies what a kernel has written to its room without the padding, unless it is the result itself."""
+    if room is not result:
+        result.copy_(room[:, :, : result.shape[2], : result.shape[3]])
 
 
 def padded(tensor: Tensor, length: int, width: int, zeros: int | None = None) -> Tensor:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...layout import dense_strides
+from ...layout import empty_like_order
 from ...problem import Problem
 from .. import sinks
 from ..base import BackwardInputs, Grads, Wanted
@@ -57,9 +57,10 @@ class Backward:
     def __call__(self, x: BackwardInputs, wanted: Wanted) -> Grads:
         problem = self.problem
         norm, delta = self._row_terms(x)
-        dq = torch.zeros(self._sizes(problem.heads, self._rows), dtype=torch.float32, device=x.q.device)
-        grads = [t.new_empty_strided(t.shape, dense_strides(t, t.shape)) for t in (x.q, x.k, x.v)]
-        dk, dv = (self._room(grad) for grad in grads[1:])
+        sizes = (problem.batch, problem.heads, self._rows, self._width)
+        dq = torch.zeros(sizes, dtype=torch.float32, device=x.q.device)
+        grads = [empty_like_order(tensor, tensor.shape[3]) for tensor in (x.q, x.k, x.v)]
+        dk, dv = (flash.room_for(grad, self._columns, self._width) for grad in grads[1:])
         arguments = (
             self._flat(x.q, self._rows),
             self._flat(x.k, self._columns),
@@ -80,8 +81,7 @@ class Backward:
             self._launch = family.prepare(arguments, self._config)
         self._launch(*arguments)
         for grad, room in zip(grads, (dq, dk, dv), strict=True):
-            if room is not grad:
-                grad.copy_(room[:, :, : grad.shape[2], : grad.shape[3]])
+            flash.take(grad, room)
         dsink = None
         if wanted[4] and x.sink is not None:
             dsink = sinks.gradient(x.sink, norm, delta)
@@ -102,13 +102,5 @@ class Backward:
         self._terms(*arguments)
         return norm, delta
 
-    def _sizes(self, heads: int, length: int) -> tuple[int, int, int, int]:
-        return self.problem.batch, heads, length, self._width
-
     def _flat(self, tensor: Tensor, length: int) -> Tensor:
         return flash.padded(tensor, length, self._width, zeros=length).view(-1, self._width)
-
-    def _room(self, grad: Tensor) -> Tensor:
-        """Where the kernel writes a gradient of keys or values: the gradient itself where it lies as the kernel's."""
-        sizes = self._sizes(self.problem.kv_heads, self._columns)
-        return grad if grad.shape == sizes and grad.is_contiguous() else grad.new_empty(sizes)

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...layout import dense_strides
+from ...layout import empty_like_order
 from ...problem import Problem
 from .. import sinks
 from ..base import ForwardInputs
@@ -51,11 +51,9 @@ class Forward:
 
     def __call__(self, x: ForwardInputs) -> tuple[Tensor, Tensor]:
         problem, length = self.problem, self._length
-        batch, heads, rows, columns = problem.batch, problem.heads, problem.q_len, problem.value_dim
-        sizes = (batch, heads, rows, columns)
-        out = x.q.new_empty_strided(sizes, dense_strides(x.q, sizes))
-        whole = (rows, columns) == (length, _VALUE_WIDTH) and out.is_contiguous()
-        o = out if whole else out.new_empty((batch, heads, length, _VALUE_WIDTH))
+        batch, heads = problem.batch, problem.heads
+        out = empty_like_order(x.q, problem.value_dim)
+        o = flash.room_for(out, length, _VALUE_WIDTH)
         lse_log2 = torch.empty((batch, heads, length), dtype=torch.float32, device=x.q.device)
         arguments = (
             *(flash.padded(tensor, length, _WIDTH, zeros=length)[0] for tensor in (x.q, x.k)),
@@ -70,7 +68,6 @@ class Forward:
             family = importlib.import_module(f"{__package__}.flash_cute_wide").FLASH_WIDE
             self._launch = family.prepare(arguments, {})
         self._launch(*arguments)
-        if o is not out:
-            out.copy_(o[:, :, :rows, :columns])
-        lse = lse_log2[..., :rows] * math.log(2.0)
+        flash.take(out, o)
+        lse = lse_log2[..., : problem.q_len] * math.log(2.0)
         return out, lse if x.sink is None else sinks.join(out, lse, x.sink)

@@ -6,8 +6,16 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from ...target import capability
+
 TCGEN05 = ((10, 0), (10, 3))
 """Compute capabilities with tcgen05, whose products accumulate in tensor memory."""
+
+
+def has_tcgen05(target: str) -> bool:
+    """Whether a target has the instructions."""
+    return capability(target) in TCGEN05
+
 
 PREFIX = "tcgen05 through CuTe-DSL, "
 """How the names of their configs begin."""

@@ -189,7 +189,7 @@ class KernelFamily:
 
         def bind() -> Any:
             world = torch.cuda.device(device) if device.type == "cuda" else pretend.pretend_cuda(capability)
-            with world, _triton_cache_unmoved():
+            with world, environment_unmoved("TRITON_CACHE_DIR"):
                 return kernel.bind(self.canonical_args(args, device)).compile_config(config, allow_print=False)
 
         host = in_new_thread(bind)
@@ -502,14 +502,17 @@ def compile_only(
 
 
 @contextlib.contextmanager
-def _triton_cache_unmoved() -> Iterator[None]:
-    """Undoes what Helion does to the environment: it moves the Triton cache of the whole process to its own folder."""
-    unset = "TRITON_CACHE_DIR" not in os.environ
+def environment_unmoved(*names: str) -> Iterator[None]:
+    """Undoes what Helion does to the environment: it moves caches of the whole process to its own folder, and more."""
+    before = {name: os.environ.get(name) for name in names}
     try:
         yield
     finally:
-        if unset:
-            os.environ.pop("TRITON_CACHE_DIR", None)
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
 
 
 def in_new_thread(call: Callable[[], Any]) -> Any:
