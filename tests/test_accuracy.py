@@ -10,7 +10,7 @@ from .support.check import check_call
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
-@pytest.mark.parametrize("size", [(2048, 6), (8192, 64), (40000, 16), (1500, 1500), (64, 8192)], ids=str)
+@pytest.mark.parametrize("size", [(2048, 6), (20000, 16), (1500, 1500), (64, 8192)], ids=str)
 @pytest.mark.parametrize(("heads", "with_lse_grad"), [((2, 2), False), ((8, 1), True)], ids=str)
 def test_gradients_summed_over_many_rows_and_heads(heads, with_lse_grad, size, dtype):
     """A kernel that adds each block's share of dK and dV in the input's precision fails here."""

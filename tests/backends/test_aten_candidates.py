@@ -7,7 +7,7 @@ import dataclasses
 import pytest
 import torch
 
-from torch_bwattn.backends import materialised
+from torch_bwattn.backends import aten_cuda, materialised
 from torch_bwattn.backends.aten import AtenBackend
 from torch_bwattn.problem import Problem
 from torch_bwattn.selection import drawn
@@ -36,9 +36,7 @@ def test_known_bad_combinations_are_refused_with_their_report(config, report, fi
     assert report in verdict.reason
 
 
-@pytest.mark.parametrize(
-    ("config", "report"), [("cudnn", "196678"), ("efficient", "162588"), ("flash", "without masks")]
-)
+@pytest.mark.parametrize(("config", "report"), [("cudnn", "196678"), ("efficient", "162588"), ("flash", "no mask")])
 def test_masks_are_refused_with_what_is_known(config, report):
     assert report in offer(config, mask_dtype=torch.bool, mask_sizes=(1, 1, 1024, 1024), backward=True).reason
 
@@ -49,6 +47,8 @@ def test_masks_are_refused_with_what_is_known(config, report):
         ("cudnn", {}), ("cudnn", {"diagonal": 0}), ("cudnn", {"kv_heads": 2}), ("cudnn", {"q_len": 512}),
         ("flash", {}), ("flash", {"q_len": 512, "diagonal": 512}), ("efficient", {"q_len": 512, "diagonal": 0}),
         ("efficient", {"dtype": torch.float32}), ("efficient", {"value_dim": 128}), ("math", {"q_len": 64}),
+        ("cudnn", {"mask_dtype": torch.bool, "mask_sizes": (2, 1, 1, 1024)}),
+        ("cudnn", {"mask_dtype": torch.bfloat16, "mask_sizes": (1, 4, 1024, 1024)}),
     ],
 )  # fmt: skip
 def test_taken(config, fields):
@@ -65,10 +65,25 @@ def test_taken(config, fields):
         ("cudnn", {"softcap": 3.0}), ("cudnn", {"backward": True, "deterministic": True}),
         ("cudnn", {"low_diagonal": -3, "diagonal": 0}), ("math", {"dtype": torch.float32}),
         ("efficient", {"backward": True, "lse_grad": True}), ("math", {"mask_grad": True}),
+        ("cudnn", {"mask_dtype": torch.float32, "mask_sizes": (1, 1, 1024, 1024)}),
+        ("cudnn", {"mask_dtype": torch.bool, "mask_sizes": (1, 1, 1024, 1)}),
     ],
 )  # fmt: skip
 def test_refused(config, fields):
     assert offer(config, **fields).reason
+
+
+@pytest.mark.parametrize("columns", [16, 13])
+@pytest.mark.parametrize("dtype", [torch.bool, torch.bfloat16])
+def test_a_mask_is_added_as_it_lies_where_its_rows_suit_cudnn(columns, dtype):
+    mask = torch.randn(2, 1, 5, columns).to(dtype)
+    added = aten_cuda._added(mask, torch.bfloat16)
+    assert (added is mask) == (dtype == torch.bfloat16 and columns == 16)
+    assert added.stride(3) == 1
+    assert all(stride % 8 == 0 for stride in added.stride()[:3])
+    expected = torch.zeros(mask.shape).masked_fill(~mask, -torch.inf) if dtype == torch.bool else mask
+    assert torch.equal(added, expected.to(torch.bfloat16))
+    assert not aten_cuda._added(mask[:, :, :, 1:], torch.bfloat16).data_ptr() % 16
 
 
 @pytest.mark.parametrize(("q_len", "bounded"), [(1, True), (64, True), (65, False), (8192, False)])

@@ -9,10 +9,12 @@ import pytest
 import torch
 
 from torch_bwattn import cli
+from torch_bwattn.backends.cute import configs
 from torch_bwattn.backends.cute import loader as cute_loader
 from torch_bwattn.backends.helion import loader as helion_loader
 from torch_bwattn.crosscompile import lane
 from torch_bwattn.problem import Problem
+from torch_bwattn.selection.choose import get_backend
 
 PLAIN = Problem("sm_100a", torch.bfloat16, 1, 4, 2, 300, 300, 64, 64, 0.125)
 FINE = lane.Compiled("helion", "attention_forward", "forward", "64x64", "tcgen05", 8, 0, 0, 0, 200, 0, 60000, 1.0)
@@ -25,6 +27,25 @@ def test_every_kind_of_problem_is_compiled_once():
         assert any(getattr(problem, field) is not None for problem in found)
     assert any(problem.dropout_p for problem in found)
     assert {problem.head_dim for problem in found} == {64, 96, 128, 192, 256}
+
+
+def test_every_config_of_cute_is_compiled():
+    described = [*lane.problems("sm_90a"), *lane.problems_of_cute()]
+    described = [problem for problem in described if get_backend("cute").supports(problem)]
+    used = {(configs.backward if problem.backward else configs.forward)(problem) for problem in described}
+    kinds = (configs.ForwardConfig, configs.BackwardConfig)
+    assert {value for value in vars(configs).values() if isinstance(value, kinds)} <= used
+
+
+def test_no_code_is_compiled_twice():
+    for target in ("sm_90a", "sm_100a"):
+        codes = [
+            code
+            for problem, backend, chosen in lane._tasks(target, ("cute", "helion"))
+            for code, config in lane._codes(problem, backend)
+            if config in chosen
+        ]
+        assert len(codes) == len(set(codes)) > 20
 
 
 @pytest.mark.parametrize(
@@ -90,7 +111,7 @@ def test_what_does_not_compile_is_a_fault(monkeypatch):
         raise RuntimeError("no such instruction")
 
     monkeypatch.setattr(lane, "compile_problem", fail)
-    (found,) = lane._unit((PLAIN, "helion"))
+    (found,) = lane._unit((PLAIN, "helion", ()))
     assert "no such instruction" in found.faults[0]
 
 

@@ -23,6 +23,8 @@ from .base import BackwardInputs, ForwardInputs
 _CHUNK = 32
 """The efficient kernel's ``lse`` has its queries padded to a multiple of this."""
 _MOST_PROGRAMS = 65535
+_MASK_ROW = 8
+"""cuDNN wants rows of a mask 16 bytes apart or a multiple of that."""
 
 
 @dataclass(frozen=True)
@@ -72,8 +74,6 @@ class Fused(ABC):
 
 
 def _limits_of_all(problem: Problem) -> str:
-    if problem.mask_dtype is not None:
-        return "it is called without masks only"
     if not (problem.unit_last_strides and problem.aligned):
         return "it needs unit last strides and 16-byte alignment"
     if problem.backward and problem.deterministic:
@@ -98,8 +98,22 @@ def _no_state(q: Tensor) -> Tensor:
     return torch.zeros((), dtype=torch.int64, device=q.device)
 
 
+def _added(mask: Tensor, dtype: torch.dtype) -> Tensor:
+    """A mask as cuDNN takes it, added to the scores: itself where it lies so, else a copy in its own sizes."""
+    apart = all(
+        size == 1 or stride % _MASK_ROW == 0 for size, stride in zip(mask.shape[:3], mask.stride()[:3], strict=True)
+    )
+    if mask.dtype == dtype and mask.stride(3) == 1 and apart and mask.data_ptr() % 16 == 0:
+        return mask
+    keys = mask.shape[3]
+    room = torch.empty((*mask.shape[:3], -(-keys // _MASK_ROW) * _MASK_ROW), dtype=dtype, device=mask.device)[
+        ..., :keys
+    ]
+    return room.copy_(mask) if mask.dtype == dtype else room.fill_(-torch.inf).masked_fill_(mask, 0.0)
+
+
 class Cudnn(Fused):
-    """cuDNN's kernels, top-left causal."""
+    """cuDNN's kernels, top-left causal. Forward beside a mask too; a row that it hides whole is 0, its LSE -inf."""
 
     name = "cudnn"
     known_bad = (
@@ -123,12 +137,17 @@ class Cudnn(Fused):
     def rules(self, problem: Problem) -> str:
         if problem.diagonal is not None and (problem.diagonal != 0 or problem.q_len != problem.kv_len):
             return "it is called for causality between equal lengths only"
+        if problem.mask_dtype not in (None, torch.bool, problem.dtype):
+            return f"it takes masks of bool or of the query's dtype, got {problem.mask_dtype}"
+        if problem.mask_sizes is not None and problem.mask_sizes[3] != problem.kv_len:
+            return f"it takes masks of as many columns as keys, got {problem.mask_sizes[3]} for {problem.kv_len}"
         return ""
 
     def forward(self, problem: Problem, x: ForwardInputs) -> tuple[Tensor, Tensor]:
         op = torch.ops.aten._scaled_dot_product_cudnn_attention.default
         causal = problem.diagonal is not None
-        out, lse, *_ = op(x.q, x.k, x.v, None, True, 0.0, causal, False, scale=problem.scale)
+        mask = None if x.mask is None else _added(x.mask, problem.dtype)
+        out, lse, *_ = op(x.q, x.k, x.v, mask, True, 0.0, causal, False, scale=problem.scale)
         return conform(out, x.q), lse.reshape(lse.shape[:3]).contiguous()
 
     def backward(self, problem: Problem, x: BackwardInputs) -> tuple[Tensor, Tensor, Tensor]:
@@ -149,6 +168,8 @@ class Flash(Fused):
     indexes_far = True
 
     def rules(self, problem: Problem) -> str:
+        if problem.mask_dtype is not None:
+            return "it takes no mask"
         if problem.diagonal is not None and problem.diagonal != problem.kv_len - problem.q_len:
             return "it is bottom-right causal, which differs from top-left when the lengths do"
         if problem.diagonal is not None and problem.diagonal < 0:

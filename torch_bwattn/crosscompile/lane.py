@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import multiprocessing
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from typing import TYPE_CHECKING, Any
 
@@ -24,6 +24,7 @@ from ..selection.key import kind_of
 from ..target import capability
 
 if TYPE_CHECKING:
+    from ..backends.cute.compile import KernelKey
     from ..backends.helion.runtime import KernelFamily
 
 TARGETS = ("sm_80", "sm_90a", "sm_100a", "sm_103a", "sm_120a")
@@ -106,28 +107,64 @@ def problems(target: str) -> list[Problem]:
     return [dataclasses.replace(problem, backward=backward) for problem in found for backward in (False, True)] + many
 
 
-def _first_config(problem: Problem, backend: str) -> str:
-    """The config that is chosen of a backend's, but for what Helion lowers to CuTe-DSL; nothing where it refuses."""
-    offers = get_backend(backend).offers(problem)
-    return next((one.config for one in offers if one and not one.config.startswith(PREFIX)), "")
+def problems_of_cute() -> list[Problem]:
+    """Problems besides, for the hand-written kernels: what takes most registers, and configs that no other has."""
+
+    def plain(width: int, value_dim: int, lengths: tuple[int, int] = (_MANY, _MANY), **fields: Any) -> Problem:
+        sizes = (2, 8, 2, *lengths, width, value_dim, width**-0.5)
+        return Problem("sm_90a", torch.bfloat16, *sizes, **fields)
+
+    few = (7, _MANY)
+    window: dict[str, Any] = {"diagonal": 0, "low_diagonal": -127}
+    sink = {**window, "sink_dtype": torch.float32}
+    cap = {**sink, "softcap": 30.0}
+    forward = [
+        plain(8, 8, diagonal=0), plain(64, 64, few, diagonal=0), plain(192, 128, few, diagonal=0),
+        plain(64, 64, **sink), plain(128, 128, **sink), plain(192, 192, **sink), plain(72, 40, **cap),
+        plain(128, 64, **cap), plain(192, 128, **cap), plain(256, 256, few, **cap),
+    ]  # fmt: skip
+    repeatable = {**window, "softcap": 30.0, "deterministic": True}
+    backward = [
+        plain(64, 64, **window, deterministic=True), plain(40, 72, **window, softcap=30.0),
+        plain(128, 128, **repeatable), plain(192, 128, low_diagonal=-127), plain(256, 256, **repeatable),
+    ]  # fmt: skip
+    return forward + [dataclasses.replace(problem, backward=True) for problem in backward]
 
 
-def compile_problem(problem: Problem, backend: str) -> list[Compiled]:
-    """The kernels of one backend for a problem; empty where it refuses it."""
-    verdict = get_backend(backend).supports(problem)
-    if not verdict or get_backend(backend).missing():
-        return []
-    return list({"helion": _helion, "cute": _cute}[backend](problem))
+def _codes(problem: Problem, backend: str) -> Iterator[tuple[Hashable, str]]:
+    """A backend's configs to compile for a problem, each after what its code depends on; none where it refuses.
+
+    Of `cute` the first choice, of Helion's what it lowers to CuTe-DSL and the first choice among what goes to Triton.
+    """
+    chosen = get_backend(backend)
+    offers = [] if chosen.missing() else [offer.config for offer in chosen.offers(problem) if offer]
+    if backend == "cute":
+        yield from ((tuple(_cute_keys(problem)), config) for config in offers[:1])
+        return
+    from ..backends.helion.backend import tcgen05_code
+
+    for config in offers:
+        if config.startswith(PREFIX):
+            yield tcgen05_code(problem, config), config
+        else:
+            yield (_words(problem), config), config
+            break
 
 
-def _helion(problem: Problem) -> Iterator[Compiled]:
-    """What Helion lowers to CuTe-DSL for the problem, if anything, and its first choice among what goes to Triton."""
+def compile_problem(problem: Problem, backend: str, configs: Sequence[str] | None = None) -> list[Compiled]:
+    """The kernels of some of a backend's configs for a problem, by default all; empty where it refuses it."""
+    if configs is None:
+        configs = [config for _, config in _codes(problem, backend)]
+    if backend == "cute":
+        return list(_cute(problem)) if configs else []
+    return list(_helion(problem, configs))
+
+
+def _helion(problem: Problem, configs: Sequence[str]) -> Iterator[Compiled]:
     from ..backends.helion import report
 
     backend, x = get_backend("helion"), drawn.inputs(problem, "cpu")
-    for chosen in [offer.config for offer in backend.offers(problem) if offer]:
-        if chosen.startswith(PREFIX) and problem.q_len == _MANY:
-            continue  # the same body as for few
+    for chosen in configs:
         with report.collected() as prepared:
             if problem.backward:
                 made_up = drawn.made_up(problem, x, drawn.gradient_of(problem, x))
@@ -136,8 +173,6 @@ def _helion(problem: Problem) -> Iterator[Compiled]:
                 backend.forward(problem, chosen)(x)
         for one in prepared:
             yield _judged(problem, _triton(problem, *one) if one[0].cute is None else _tcgen05(problem, chosen, *one))
-        if all(family.cute is None for family, _, _ in prepared):
-            break
 
 
 def _triton(problem: Problem, family: KernelFamily, arguments: Sequence[Any], config: Mapping[str, Any]) -> Compiled:
@@ -168,7 +203,8 @@ def _tcgen05(
 
 
 def _words(problem: Problem) -> str:
-    return kind_of(problem) + (" sink" if problem.sink_dtype is not None else "")
+    """The kind of problem; backward a sink is in no kernel of its own."""
+    return kind_of(problem) + (" sink" if problem.sink_dtype is not None and not problem.backward else "")
 
 
 def _line(config: Mapping[str, Any]) -> str:
@@ -176,28 +212,41 @@ def _line(config: Mapping[str, Any]) -> str:
     return f"{sizes}, {config['num_warps']} warps, {config['num_stages']} stages"
 
 
+def _cute_keys(problem: Problem) -> list[KernelKey]:
+    """What decides the code of the hand-written kernels for a problem."""
+    from ..backends.cute import calls, configs
+
+    if not problem.backward:
+        return [calls.forward_key(problem, configs.forward(problem))]
+    chosen = configs.backward(problem)
+    main, finish = calls.backward_key(problem, chosen), calls.postprocess_key(problem, chosen)
+    return [calls.preprocess_key(problem, wide=True), main, finish]
+
+
 def _cute(problem: Problem) -> Iterator[Compiled]:
     from ..backends.cute import calls, configs, report
 
-    if problem.backward:
-        chosen = configs.backward(problem)
-        keys = [
-            calls.preprocess_key(problem, wide=True),
-            calls.backward_key(problem, chosen),
-            calls.postprocess_key(problem, chosen),
-        ]
-        config = str(chosen)
-    else:
-        keys, config = [calls.forward_key(problem, configs.forward(problem))], str(configs.forward(problem))
-    for key in keys:
+    config = str(configs.backward(problem) if problem.backward else configs.forward(problem))
+    for key in _cute_keys(problem):
         for found in report.compile_report(key, calls.build_of(key)):
+            faults = found.faults + _miscounted(key.name, found.counts["ARRIVE"])
             copies = sum(found.counts[name] for name in ("UTMALDG", "UTMASTG", "UTMAREDG"))
             compiled = Compiled(
                 "cute", found.name, _words(problem), config, "wgmma" if found.counts["HGMMA"] else "",
                 found.counts["HGMMA"], copies, found.counts["setmaxnreg"], 0, found.registers, found.frame_bytes,
-                found.static_shared_bytes + (found.dynamic_shared_bytes or 0), found.seconds, found.faults,
+                found.shared_bytes, found.seconds, faults,
             )  # fmt: skip
             yield _judged(problem, compiled)
+
+
+_PRODUCTS_IN_CODE = {"forward_sm90": 6, "backward_sm90": 10}
+"""Forward the first tile's scores, two in each of the two loops, the last tile's output; backward the first tile's S
+and dP, five products of each tile but the last, which has three."""
+
+
+def _miscounted(kernel: str, products: int) -> tuple[str, ...]:
+    wanted = _PRODUCTS_IN_CODE.get(kernel, products)
+    return () if products == wanted else (f"its code has {products} matrix products in place of {wanted}",)
 
 
 def _judged(problem: Problem, compiled: Compiled) -> Compiled:
@@ -238,15 +287,33 @@ def known_spills(problem: Problem, kernel: str) -> int:
     return _KNOWN_SPILLS.get(((capability(problem.target) or (0, 0))[0], kernel), 0)
 
 
-def _unit(task: tuple[Problem, str]) -> list[Compiled]:
+_Task = tuple[Problem, str, tuple[str, ...]]
+
+
+def _unit(task: _Task) -> list[Compiled]:
     torch.set_num_threads(1)
-    problem, backend = task
+    problem, backend, configs = task
     try:
-        return compile_problem(problem, backend)
+        return compile_problem(problem, backend, configs)
     except Exception as error:  # noqa: BLE001 (it is what is looked for)
         text = " ".join(str(error).split())[:300]
         failed = Compiled(backend, "?", _words(problem), "", "", 0, 0, 0, 0, 0, 0, 0, 0.0, (f"not compiled: {text}",))
         return [failed]
+
+
+def _tasks(target: str, backends: Sequence[str]) -> list[_Task]:
+    """What to compile, each code once."""
+    seen: set[Hashable] = set()
+    tasks = []
+    wanted = [(problem, backend) for problem in problems(target) for backend in backends]
+    if target == "sm_90a" and "cute" in backends:
+        wanted += [(problem, "cute") for problem in problems_of_cute()]
+    for problem, backend in wanted:
+        new = [(code, config) for code, config in _codes(problem, backend) if code not in seen]
+        seen.update(code for code, _ in new)
+        if new:
+            tasks.append((problem, backend, tuple(config for _, config in new)))
+    return tasks
 
 
 def run(
@@ -269,14 +336,10 @@ def run(
     """
     if target not in TARGETS:
         raise ValueError(f"target: expected one of {', '.join(TARGETS)}, got {target!r}")
-    tasks: dict[tuple[str, str, str], tuple[Problem, str]] = {}
-    for problem in problems(target):
-        for backend in backends:
-            tasks.setdefault((backend, _words(problem), _first_config(problem, backend)), (problem, backend))
     found: dict[tuple[str, str, str, str], Compiled] = {}
     # Fresh processes: what is pretended in them is never true of this one.
     with ProcessPoolExecutor(jobs, mp_context=multiprocessing.get_context("spawn")) as pool:
-        for compiled in pool.map(_unit, tasks.values()):
+        for compiled in pool.map(_unit, _tasks(target, backends)):
             for one in compiled:
                 key = one.backend, one.kernel, one.problem, one.config
                 if key not in found:

@@ -96,11 +96,31 @@ def _release(target: str) -> Iterator[Problem]:
         base = dataclasses.replace(_plain(target, head_dim, 4096, 4096), value_dim=value_dim)
         for masked in (base, _causal(base)):
             yield from _both(masked)
+    # What the nearest of the above was seen to decide badly.
+    for width, q_len in itertools.product((64, 128, 256), (16, 128)):
+        few = _plain(target, width, q_len, 8192, kv_heads=4)
+        for fields in (_masked(torch.bool, q_len, 8192), _masked(torch.bfloat16, q_len, 8192), {"dropout_p": 0.1}):
+            yield dataclasses.replace(few, **fields)
+    for width in (96, 192, 256):
+        base = _plain(target, width, 4096, 4096)
+        for fields in (_masked(torch.bfloat16, 4096, 4096), {"dropout_p": 0.1}):
+            yield from _both(dataclasses.replace(base, **fields))
+    for width in (64, 128, 256):
+        long = _plain(target, width, 16384, 16384, kv_heads=4)
+        yield from _both(dataclasses.replace(long, diagonal=0, low_diagonal=-1023))
+        yield dataclasses.replace(long, batch=1, diagonal=0, low_diagonal=-1023)
+    for width in (32, 96, 192):
+        yield _causal(_plain(target, width, 16, 32768, kv_heads=4))
+        yield from _both(_causal(_plain(target, width, 16384, 16384)))
+
+
+def _masked(dtype: torch.dtype, q_len: int, kv_len: int) -> dict[str, Any]:
+    return {"mask_dtype": dtype, "mask_sizes": (1, 1, q_len, kv_len)}
 
 
 _FEATURES: tuple[dict[str, Any], ...] = (
-    {"mask_dtype": torch.bool, "mask_sizes": (1, 1, 4096, 4096)},
-    {"mask_dtype": torch.bfloat16, "mask_sizes": (1, 1, 4096, 4096)},
+    _masked(torch.bool, 4096, 4096),
+    _masked(torch.bfloat16, 4096, 4096),
     {"dropout_p": 0.1},
     {"dropout_p": 0.1, "diagonal": 0},
     {"diagonal": 0, "low_diagonal": -1023},

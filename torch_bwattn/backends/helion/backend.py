@@ -6,6 +6,7 @@ Kernels and their language load at the first call (``forward``, ``backward``), n
 from __future__ import annotations
 
 import importlib
+from collections.abc import Hashable
 from functools import cache
 from types import ModuleType
 from typing import Any
@@ -111,6 +112,11 @@ def _flash_way(problem: Problem) -> Any:
     if problem.backward:
         return flash_backward
     return flash_wide if problem.head_dim > forms.WIDEST else flash
+
+
+def tcgen05_code(problem: Problem, config: str) -> tuple[Hashable, ...]:
+    """What decides the code of a config that Helion lowers to CuTe-DSL, but for sizes."""
+    return config, problem.dtype, *_flash_way(problem).shaped_by(problem)
 
 
 def _text(chosen: dict[str, configs.Config]) -> str:

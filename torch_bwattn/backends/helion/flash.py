@@ -7,6 +7,7 @@ padded, which costs a copy where their lengths or widths are not those sizes alr
 from __future__ import annotations
 
 import importlib
+from collections.abc import Hashable
 from typing import Any
 
 import torch
@@ -50,6 +51,11 @@ def _unbuildable() -> str:
 def offered(_: Problem) -> tuple[str, ...]:
     """The configs for a problem: one."""
     return (NAME,)
+
+
+def shaped_by(problem: Problem) -> tuple[Hashable, ...]:
+    """What of a problem shapes the code beside sizes and dtype: width and soft cap; the rest is lists and numbers."""
+    return width_of(problem), problem.softcap is not None
 
 
 def common_refusal(problem: Problem, longest: int, width: int) -> str:

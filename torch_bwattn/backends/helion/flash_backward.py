@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib
 import math
+from collections.abc import Hashable
 from typing import Any
 
 import torch
@@ -29,6 +30,11 @@ _PAIR_WIDTH = 128
 def offered(problem: Problem) -> tuple[str, ...]:
     """The configs for a problem's width."""
     return tuple(CONFIGS) if flash.width_of(problem) == _PAIR_WIDTH else (NAME,)
+
+
+def shaped_by(problem: Problem) -> tuple[Hashable, ...]:
+    """What of a problem shapes the code beside sizes and dtype: width and causality."""
+    return flash.width_of(problem), problem.diagonal is not None
 
 
 def why_not(problem: Problem) -> str:

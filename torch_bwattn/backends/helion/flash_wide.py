@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib
 import math
+from collections.abc import Hashable
 from typing import Any
 
 import torch
@@ -27,6 +28,11 @@ _SCALE = _WIDTH**-0.5
 def offered(_: Problem) -> tuple[str, ...]:
     """The configs for a problem: one."""
     return (NAME,)
+
+
+def shaped_by(problem: Problem) -> tuple[Hashable, ...]:
+    """What of a problem shapes the code beside sizes and dtype: causality."""
+    return (problem.diagonal is not None,)
 
 
 def why_not(problem: Problem) -> str:
