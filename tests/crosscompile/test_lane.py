@@ -29,6 +29,13 @@ def test_every_kind_of_problem_is_compiled_once():
     assert {problem.head_dim for problem in found} == {64, 96, 128, 192, 256}
 
 
+def test_a_forward_beside_a_mask_is_known_to_spill_more():
+    masked = dataclasses.replace(PLAIN, mask_dtype=torch.bool, mask_sizes=(1, 1, 300, 300))
+    spilling = dataclasses.replace(FINE, kernel="attention_flash", spilled_bytes=128)
+    assert lane._judged(PLAIN, spilling).faults
+    assert not lane._judged(masked, spilling).faults
+
+
 def test_every_config_of_cute_is_compiled():
     described = [*lane.problems("sm_90a"), *lane.problems_of_cute()]
     described = [problem for problem in described if get_backend("cute").supports(problem)]

@@ -277,6 +277,7 @@ _KNOWN_SPILLS = {
 these tiles were the fastest; `cute` is the first choice there. On Blackwell smaller tiles have no tcgen05, and Helion's
 own tcgen05 bodies spill, forward 80 bytes at width 64 and 24 at 128 (88 and 32 with a soft cap), 120 at 192 and
 128, backward at width 128 40 by pairs of programs (56 on sm_103a) and 8 without."""
+_KNOWN_SPILLS_BESIDE_MASKS = 128  # of the tcgen05 forward
 _KNOWN_SPILLS_OF_FLOAT32 = 464  # of dK and dV: larger than with tiles that were slower on the H200
 
 
@@ -284,6 +285,8 @@ def known_spills(problem: Problem, kernel: str) -> int:
     """How much one of Helion's kernels is known to spill, in bytes a thread; more is a fault."""
     if problem.dtype == torch.float32:
         return _KNOWN_SPILLS_OF_FLOAT32 if kernel == "attention_dkv" else 0
+    if kernel == "attention_flash" and problem.mask_dtype is not None:
+        return _KNOWN_SPILLS_BESIDE_MASKS
     return _KNOWN_SPILLS.get(((capability(problem.target) or (0, 0))[0], kernel), 0)
 
 

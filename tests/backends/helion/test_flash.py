@@ -31,7 +31,9 @@ def cute_is_there(monkeypatch):
         ({}, ""), ({"dtype": torch.float16, "low_diagonal": -9}, ""), ({"diagonal": -30, "kv_len": 1}, ""),
         ({"dtype": torch.float32}, "float32"), ({"value_dim": 136}, "Dv=136"), ({"q_len": 64}, "64 queries"),
         ({"kv_len": 0}, "nothing to attend"), ({"q_len": 131073, "kv_len": 131072}, "1572864"),
-        ({"batch": 1024, "q_len": 4096}, "elements"), ({"mask_dtype": torch.bool, "mask_sizes": (1, 1, 1, 1)}, "mask"),
+        ({"batch": 1024, "q_len": 4096}, "elements"), ({"mask_dtype": torch.bool, "mask_sizes": (1, 1, 1, 1)}, ""),
+        ({"mask_dtype": torch.float32, "mask_sizes": (2, 8, 300, 400)}, ""),
+        ({"mask_dtype": torch.bool, "q_len": 9999, "kv_len": 65536, "mask_sizes": (1, 8, 9999, 65536)}, "masks of up"),
         ({"dropout_p": 0.1}, "dropout"), ({"softcap": 1e4}, "soft cap"),
         ({"softcap": 9.0, "sink_dtype": torch.float32}, ""),
         ({"scale": -0.1}, "-0.1"), ({"scale": 0.0}, "above 0"),
@@ -88,12 +90,13 @@ def test_few_padded_lengths_serve_all():
     "diagonals", [(None, None), (0, None), (-200, None), (70, -130), (None, 5), (900, -900)], ids=str
 )
 @pytest.mark.parametrize("lengths", [(300, 520), (256, 256), (1000, 130), (65, 1)], ids=str)
-def test_blocks_are_listed_as_they_are_visible(lengths, diagonals):
+@pytest.mark.parametrize("masked", [False, True])
+def test_blocks_are_listed_as_they_are_visible(lengths, diagonals, masked):
     problem = dataclasses.replace(
         BLACKWELL, batch=1, q_len=lengths[0], kv_len=lengths[1], diagonal=diagonals[0], low_diagonal=diagonals[1]
     )
     bounds = flash_blocks.bounds(*lengths, *diagonals)
-    listed = flash_blocks.blocks(*lengths, *bounds, torch.device("cpu"))
+    listed = flash_blocks.blocks(*lengths, *bounds, torch.device("cpu"), masked)
     rows, columns = (flash_blocks.padded_length(length) // 128 for length in lengths)
     shown = torch.zeros(rows * 128, columns * 128, dtype=torch.bool)
     sight = visible(problem, torch.device("cpu"))
@@ -106,7 +109,7 @@ def test_blocks_are_listed_as_they_are_visible(lengths, diagonals):
             found[name] = index[0, 0, row, : count[0, 0, row]].tolist()
         for column in range(columns):
             block = shown[block_rows, column * 128 : column * 128 + 128]
-            whole = bool((block | ignored[block_rows, None]).all()) and bool(block.any())
+            whole = not masked and bool((block | ignored[block_rows, None]).all()) and bool(block.any())
             assert (column in found["full"]) == whole
             assert (column in found["part"]) == (bool(block.any()) and not whole)
 
@@ -132,7 +135,34 @@ def test_what_fits_is_a_view_and_the_rest_is_padded_with_zeros():
         assert not copy[:, :, rows:256].any()
 
 
+def test_a_mask_that_fits_is_a_view_and_others_are_padded():
+    fits = torch.rand(2, 1, 256, 384) > 0.5
+    sized = dataclasses.replace(BLACKWELL, mask_dtype=torch.bool, q_len=256, kv_len=384)
+    view = flash._padded_mask(fits, flash._mask_sizes(dataclasses.replace(sized, mask_sizes=(2, 1, 256, 384))))
+    assert (view.data_ptr(), view.dtype) == (fits.data_ptr(), torch.uint8)
+    for mask in (fits[:, :, :200, :1], fits[:1, :, 1:2, :300], fits.transpose(2, 3)):
+        sizes = {"q_len": max(2, mask.shape[2]), "kv_len": max(2, mask.shape[3]), "mask_sizes": tuple(mask.shape)}
+        copy = flash._padded_mask(mask, flash._mask_sizes(dataclasses.replace(sized, **sizes)))
+        assert torch.equal(copy[:, :, : mask.shape[2], : mask.shape[3]].bool(), mask)
+        assert copy.is_contiguous()
+        assert all(size == 1 or size % 128 == 0 for size in copy.shape[2:])
+
+
+def drawn_mask(*sizes, dtype=torch.float32):
+    """A mask that hides some keys of each row, and a whole row."""
+    kept = torch.rand(sizes, generator=torch.Generator().manual_seed(1)) > 0.3
+    if sizes[2] > 1:
+        kept[:, :, 3] = False
+    if dtype == torch.bool:
+        return kept
+    return torch.randn(sizes, generator=torch.Generator().manual_seed(2)).masked_fill(~kept, -torch.inf).to(dtype)
+
+
 CALLS = (
+    {"lengths": (100, 130), "mask": drawn_mask(1, 1, 100, 130, dtype=torch.bool), "sink": True},
+    {"lengths": (65, 300), "batch": 2, "mask": drawn_mask(1, 2, 65, 300), "softcap": 3.0},
+    {"lengths": (70, 100), "batch": 2, "heads": 4, "kv_heads": 2, "mask": drawn_mask(2, 4, 70, 1)},
+    {"lengths": (70, 256), "batch": 2, "mask": drawn_mask(2, 1, 1, 256, dtype=torch.bool)},
     {"lengths": (100, 130), "widths": (16, 24), "is_causal": True, "causal_alignment": "bottom_right"},
     {"lengths": (256, 256), "widths": (64, 64), "is_causal": True, "batch": 2, "heads": 1, "contiguous": True},
     {"lengths": (300, 290), "widths": (40, 64), "window": (50, 7)},
@@ -143,7 +173,9 @@ CALLS = (
 )
 
 
-def called(lengths, widths=(64, 64), batch=1, heads=2, kv_heads=1, dtype=torch.float32, contiguous=False, **options):
+def called(
+    lengths, widths=(64, 64), batch=1, heads=2, kv_heads=1, dtype=torch.float32, contiguous=False, mask=None, **options
+):
     """A call's problem, its inputs (in the memory order of models unless contiguous), and the references' options."""
     torch.manual_seed(0)
 
@@ -158,9 +190,13 @@ def called(lengths, widths=(64, 64), batch=1, heads=2, kv_heads=1, dtype=torch.f
     )
     settings = {"scale": 0.3, "is_causal": False, "causal_alignment": "top_left", "dropout_p": 0.0, **options}
     settings["sink"] = torch.randn(heads) if settings.pop("sink", False) else None
-    problem = describe(q, k, v, None, **settings)
+    problem = describe(q, k, v, mask, **settings)
     settings["window_size"] = settings.pop("window", None)
-    return problem, ForwardInputs(q, k, v, None, None, settings["sink"]), {**settings, "enable_gqa": True}
+    return (
+        problem,
+        ForwardInputs(q, k, v, mask, None, settings["sink"]),
+        {**settings, "enable_gqa": True, "attn_mask": mask},
+    )
 
 
 def check(forward, problem, x, settings):

@@ -2,11 +2,13 @@
 
 Importing this module loads no kernel language. The kernel is compiled for fixed sizes, so queries, keys and values are
 padded, which costs a copy where their lengths or widths are not those sizes already or where they are not contiguous.
+So is a mask, in its own sizes, none of which is broadcast.
 """
 
 from __future__ import annotations
 
 import importlib
+import math
 from collections.abc import Hashable
 from typing import Any
 
@@ -54,8 +56,13 @@ def offered(_: Problem) -> tuple[str, ...]:
 
 
 def shaped_by(problem: Problem) -> tuple[Hashable, ...]:
-    """What of a problem shapes the code beside sizes and dtype: width and soft cap; the rest is lists and numbers."""
-    return width_of(problem), problem.softcap is not None
+    """What of a problem shapes the code beside sizes and dtype: width, cap, mask; the rest is lists and numbers."""
+    return width_of(problem), problem.softcap is not None, problem.mask_dtype, _along(problem)
+
+
+def _along(problem: Problem) -> tuple[bool, ...]:
+    """For each dimension of a problem's mask, if any, whether its size is not 1."""
+    return tuple(size > 1 for size in problem.mask_sizes or ())
 
 
 def common_refusal(problem: Problem, longest: int, width: int) -> str:
@@ -74,6 +81,8 @@ def why_not(problem: Problem) -> str:
         return f"it takes up to {flash_blocks.MOST_BLOCKS} blocks of 128x128, got {blocks}"
     if problem.softcap is not None and problem.softcap > _LARGEST_CAP:
         return f"it takes soft caps up to {_LARGEST_CAP:g}, got {problem.softcap}"
+    if problem.mask_sizes is not None and math.prod(_mask_sizes(problem)) > _INT32_MAX:
+        return f"it takes masks of up to {_INT32_MAX} elements once padded"
     return ""
 
 
@@ -97,8 +106,6 @@ def _size_refusal(problem: Problem, longest: int, width: int) -> str:
 
 
 def _feature_refusal(problem: Problem) -> str:
-    if problem.mask_dtype is not None:
-        return "it takes no mask"
     if problem.dropout_p > 0.0:
         return "it takes no dropout"
     if problem.scale <= 0.0:
@@ -128,17 +135,20 @@ class Forward:
         out = empty_like_order(x.q, problem.value_dim)
         o = room_for(out, self._rows, self._width)
         lse = torch.empty((problem.batch, problem.heads, self._rows), dtype=torch.float32, device=device)
+        masked = x.mask is not None
         arguments = (
             padded(x.q, self._rows, self._width),
             padded(x.k, self._columns, self._width),
             padded(x.v, self._columns, self._width),
-            *flash_blocks.blocks(problem.q_len, problem.kv_len, *self._bounds, device),
+            *flash_blocks.blocks(problem.q_len, problem.kv_len, *self._bounds, device, masked),
+            None if x.mask is None else _padded_mask(x.mask, _mask_sizes(problem)).flatten(0, 2),
             o.view(1, heads, self._rows, self._width),
             lse.view(1, heads, self._rows),
             problem.scale / (problem.softcap or 1.0),
             problem.softcap,
             problem.kv_len,
             *self._bounds,
+            _along(problem),
         )
         if self._launch is None:
             loader.load()
@@ -150,8 +160,28 @@ class Forward:
         return out, lse if x.sink is None else sinks.join(out, lse, x.sink)
 
 
+def _mask_sizes(problem: Problem) -> tuple[int, ...]:
+    """A mask's sizes as the kernel takes it: each that is not 1 is the padded length."""
+    *planes, rows, columns = problem.mask_sizes or (1, 1, 1, 1)
+    lengths = ((rows, problem.q_len), (columns, problem.kv_len))
+    return *planes, *(flash_blocks.padded_length(length) if size == length > 1 else 1 for size, length in lengths)
+
+
+def _padded_mask(mask: Tensor, sizes: tuple[int, ...]) -> Tensor:
+    """A mask as the kernel takes it: itself where it lies so, else a copy; bool as uint8. What is padded is not set."""
+    if mask.dtype == torch.bool:
+        mask = mask.view(torch.uint8)
+    if mask.shape == sizes and mask.is_contiguous() and mask.data_ptr() % 16 == 0:
+        return mask
+    copy = mask.new_empty(sizes)
+    copy[:, :, : mask.shape[2], : mask.shape[3]].copy_(mask)
+    return copy
+
+
 def full_refusal(problem: Problem) -> str:
     """Why kernels that multiply what is padded do not take what a problem shows of its keys, or nothing."""
+    if problem.mask_dtype is not None:
+        return "it takes no mask"
     if problem.low_diagonal is not None:
         return "it takes no window"
     if problem.softcap is not None:

@@ -56,16 +56,19 @@ def bounds(q_len: int, kv_len: int, diagonal: int | None, low_diagonal: int | No
 _lasting: list[Blocks] = []
 
 
-def blocks(q_len: int, kv_len: int, high: int, low: int, device: torch.device) -> Blocks:
-    """The lists for these lengths and bounds, built once; what a CUDA graph was captured with is kept for good."""
-    found = _blocks(q_len, kv_len, high, low, device)
+def blocks(q_len: int, kv_len: int, high: int, low: int, device: torch.device, masked: bool = False) -> Blocks:
+    """The lists for these lengths and bounds, built once; what a CUDA graph was captured with is kept for good.
+
+    Beside a mask (``masked``) no block counts as wholly visible.
+    """
+    found = _blocks(q_len, kv_len, high, low, device, masked)
     if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
         _lasting.append(found)  # the graph reads this memory whenever it is replayed
     return found
 
 
 @functools.lru_cache(maxsize=64)
-def _blocks(q_len: int, kv_len: int, high: int, low: int, device: torch.device) -> Blocks:
+def _blocks(q_len: int, kv_len: int, high: int, low: int, device: torch.device, masked: bool) -> Blocks:
     refuse_during_capture("attention_flash", device)
     # Helion keeps what it derives from these by their versions, which tensors of inference mode have not.
     with torch.inference_mode(False):
@@ -74,7 +77,7 @@ def _blocks(q_len: int, kv_len: int, high: int, low: int, device: torch.device) 
         last_row, last_col = (row + BLOCK - 1).clamp(max=q_len - 1), (col + BLOCK - 1).clamp(max=kv_len - 1)
         least, most = col - last_row, last_col - row  # of j - i in the block
         seen = (row < q_len) & (col < kv_len) & (least <= high) & (most >= low)
-        full = seen & (most <= high) & (least >= low) & (col + BLOCK <= kv_len)
+        full = torch.zeros_like(seen) if masked else seen & (most <= high) & (least >= low) & (col + BLOCK <= kv_len)
         return Blocks(*_listed(full, device), *_listed(seen & ~full, device))
 
 

@@ -2,31 +2,39 @@
 
 For one folded head (batch and head in one), with ``c`` the scale, row ``i`` a query and ``j`` a key::
 
-    s_ij = c * q_i . k_j     -inf unless j < n and i + low <= j <= i + high; with a soft cap, cap * tanh(s_ij / cap)
+    s_ij = c * q_i . k_j     -inf unless j < n and i + low <= j <= i + high; with a soft cap, cap * tanh(s_ij / cap);
+                             then, with a mask, + mask_ij, or -inf where mask_ij is 0
     lse_i = log sum_j exp(s_ij)             -inf for a row without a visible key
     o_i = sum_j exp(s_ij - lse_i) * v_j     0 for a row without a visible key
 
 The scores are cut in blocks of 128 queries by 128 keys. Two lists say for each row of blocks which of them are wholly
 visible and which in part; no other is visited, and only those of the second list compare positions. The lists are
 tensors (:mod:`.flash_blocks`) and the bounds are numbers, so causality, windows, ragged lengths and scales are all one
-kernel: what is compiled for are the padded sizes, and whether there is a soft cap.
+kernel: what is compiled for are the padded sizes, whether there is a soft cap, and what there is of a mask. Beside a
+mask all blocks that are visited are in the second list.
 
 Helion compares this function's graph with a pattern, node for node, and takes its tcgen05 body where they are equal;
 where they are not, it says nothing and makes scalar code. Hence what looks odd here: the literals (no module's names),
-the positions of the queries made outside of the loops, the bound of 128 in each inner loop, the order of the results,
-and the scale before and ``log2(e)`` after the mask. :mod:`.cute_lowering` asserts the match. Through Triton the same
-function is an ordinary kernel, in which its values are tested.
+the positions of the queries and of the head made outside of the loops, the bound of 128 in each inner loop, the order
+of the results, the scale before and ``log2(e)`` after the mask, and that what is added to scores is added in both
+loops. :mod:`.cute_lowering` asserts the match. Through Triton the same function is an ordinary kernel, in which its
+values are tested.
 
 Data layout, all contiguous: q [1, H, M, D], k [1, G, N, D], v [1, G, N, D], o [1, H, M, D], lse [1, H, M], H a multiple
-of G, M and N multiples of 128 and of at least 256, D 64 or 128.
+of G, M and N multiples of 128 and of at least 256, D 64 or 128. The mask is contiguous too, its sizes those or 1.
 """
 
 from __future__ import annotations
+
+from typing import TYPE_CHECKING
 
 import helion.language as hl
 import torch
 
 from . import flash, forms, runtime
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
 
 def attention_flash(
@@ -37,6 +45,7 @@ def attention_flash(
     full_index: torch.Tensor,
     part_count: torch.Tensor,
     part_index: torch.Tensor,
+    mask: torch.Tensor | None,
     o: torch.Tensor,
     lse: torch.Tensor,
     scale: float,
@@ -44,6 +53,7 @@ def attention_flash(
     n: int,
     high: int,
     low: int,
+    along: hl.constexpr,
 ) -> None:
     """Helion kernel function; :data:`FLASH` describes its arguments.
 
@@ -55,6 +65,8 @@ def attention_flash(
         full_index: Which, int32 [1, 1, M / 128, N / 128]; beyond the count not read.
         part_count: How many are visible in part.
         part_index: Which.
+        mask: None, or [B, A, M, N] for heads (b, a) in that order, all but the last folded into one: added to the
+            scores, or of uint8, where 0 hides a key. Each size may be 1 instead. Then no block is in the first list.
         o: Output [1, H, M, D], written.
         lse: Natural log-sum-exp [1, H, M], fp32, written.
         scale: Multiplies q . k; above 0. With a soft cap, divided by it.
@@ -62,6 +74,7 @@ def attention_flash(
         n: Keys from here on are padding.
         high: Query i sees key j when j <= i + high,
         low: and j >= i + low.
+        along: For each of the mask's four dimensions, whether its size is not 1.
     """
     B, H, M, D = q.shape
     _, G, N, _ = k.shape
@@ -76,6 +89,7 @@ def attention_flash(
         row = tile_m.begin // 128
         q_tile = q[b, h, tile_m, :]
         i = tile_m.index.unsqueeze(1)
+        plane = (h + hl.arange(1))[:, None]
         m = hl.full([tile_m], float("-inf"), dtype=torch.float32)
         l = hl.zeros([tile_m], dtype=torch.float32)
         acc = hl.zeros([tile_m, D], dtype=torch.float32)
@@ -86,7 +100,8 @@ def attention_flash(
                 k_tile = k[b, hk, tile_n, :]
                 v_tile = v[b, hk, tile_n, :]
                 s = hl.dot(q_tile, k_tile.T, acc=hl.zeros([tile_m, tile_n], dtype=torch.float32))
-                p, alpha, m_next = _softmax(_score(s, scale, softcap), m)
+                j = tile_n.index[None, :]
+                p, alpha, m_next = _softmax(_score(s, scale, softcap, mask, along, plane, (H, M), i, j), m)
                 l = l * alpha + torch.sum(p, -1)
                 acc = hl.dot(p.to(v.dtype), v_tile, acc=acc * alpha[:, None])
                 m = m_next
@@ -99,7 +114,9 @@ def attention_flash(
                 s = hl.dot(q_tile, k_tile.T, acc=hl.zeros([tile_m, tile_n], dtype=torch.float32))
                 j = tile_n.index[None, :]
                 seen = (j < n) & (j <= i + high) & (j >= i + low)
-                p, alpha, m_next = _softmax(torch.where(seen, _score(s, scale, softcap), float("-inf")), m)
+                seen = seen & _shown(mask, along, plane, (H, M), i, j)
+                score = _score(s, scale, softcap, mask, along, plane, (H, M), i, j)
+                p, alpha, m_next = _softmax(torch.where(seen, score, float("-inf")), m)
                 l = l * alpha + torch.sum(p, -1)
                 acc = hl.dot(p.to(v.dtype), v_tile, acc=acc * alpha[:, None])
                 m = m_next
@@ -108,8 +125,57 @@ def attention_flash(
         lse[b, h, tile_m] = (m + torch.log2(divisor)) * 0.6931471805599453
 
 
-def _score(s: torch.Tensor, scale: float, softcap: float | None) -> torch.Tensor:
-    return s * scale if softcap is None else torch.tanh(s * scale) * softcap
+def _score(
+    s: torch.Tensor,
+    scale: float,
+    softcap: float | None,
+    mask: torch.Tensor | None,
+    along: Sequence[bool],
+    plane: torch.Tensor,
+    sizes: tuple[int, int],
+    i: torch.Tensor,
+    j: torch.Tensor,
+) -> torch.Tensor:
+    s = s * scale if softcap is None else torch.tanh(s * scale) * softcap
+    if mask is None or mask.dtype == torch.uint8:
+        return s
+    return s + _mask_tile(mask, along, plane, sizes, i, j).to(torch.float32)
+
+
+def _shown(
+    mask: torch.Tensor | None,
+    along: Sequence[bool],
+    plane: torch.Tensor,
+    sizes: tuple[int, int],
+    i: torch.Tensor,
+    j: torch.Tensor,
+) -> torch.Tensor | bool:
+    """What a mask of uint8 does not hide."""
+    if mask is None or mask.dtype != torch.uint8:
+        return True
+    return _mask_tile(mask, along, plane, sizes, i, j) != 0
+
+
+def _mask_tile(
+    mask: torch.Tensor,
+    along: Sequence[bool],
+    plane: torch.Tensor,
+    sizes: tuple[int, int],
+    i: torch.Tensor,
+    j: torch.Tensor,
+) -> torch.Tensor:
+    """The mask's values for a tile; ``plane`` is the folded head, [1, 1], ``sizes`` are H and M."""
+    heads, rows = sizes
+    planes = mask.shape[0] // rows if along[2] else mask.shape[0]
+    row = plane * 0  # a tensor even where nothing is added, as Helion wants all indices of a load
+    if along[0] and along[1]:
+        row = plane
+    elif along[0]:
+        row = plane // (heads // planes)
+    elif along[1]:
+        row = plane % planes
+    row = row * rows + i if along[2] else row
+    return hl.load(mask, [row, j if along[3] else plane * 0])
 
 
 def _softmax(s: torch.Tensor, m: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -130,10 +196,11 @@ FLASH = runtime.KernelFamily(
         "full_index": "1 1 R L",
         "part_count": "1 1 R",
         "part_index": "1 1 R L",
+        "mask": "MR MC",
         "o": "1 H M D",
         "lse": "1 H M",
     },
     specialized=("D",),
-    canonical={"H": 6, "G": 3, "R": 5, "L": 7},
+    canonical={"H": 6, "G": 3, "R": 5, "L": 7, "MR": 1632, "MC": 176},
     cute=forms.CuteForm("cute_flash_search_enabled", "helion_flash", flash.TRITON),
 )
