@@ -53,3 +53,11 @@ def conform(result: Tensor, like: Tensor) -> Tensor:
         return result
     out = torch.empty_strided(result.shape, wanted, dtype=result.dtype, device=result.device)
     return out.copy_(result)
+
+
+def collapsed(mask: Tensor) -> Tensor:
+    """A view of a 4-D mask with size 1 where it is expanded, as it lies in memory."""
+    for dim, (size, stride) in enumerate(zip(mask.shape, mask.stride(), strict=True)):
+        if size > 1 and stride == 0:
+            mask = mask.narrow(dim, 0, 1)
+    return mask

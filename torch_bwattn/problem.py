@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from .errors import expected
-from .layout import IntLike
+from .layout import IntLike, collapsed
 from .target import target_of
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
@@ -325,7 +325,7 @@ class Problem:
     Sizes count elements. ``diagonal`` is the offset of the last visible key, of the causal rule or of a window: key j
     is visible to query i when ``j <= i + diagonal``; None where no rule hides later keys. ``low_diagonal`` is that of a
     window's first key: ``j >= i + low_diagonal``; None where no window hides earlier keys. ``mask_sizes`` is the mask's
-    own shape before broadcasting.
+    shape as it lies in memory: 1 where it is broadcast or expanded.
     """
 
     target: str
@@ -372,6 +372,12 @@ class Problem:
             if self.low_diagonal is not None:
                 most = min(most, self.diagonal - self.low_diagonal + 1)
         return most <= 1
+
+    @property
+    def input_count(self) -> int:
+        """Elements of query, key and value: what a path may take as much memory as."""
+        of_keys = self.kv_heads * self.kv_len * (self.head_dim + self.value_dim)
+        return self.batch * (self.heads * self.q_len * self.head_dim + of_keys)
 
     @property
     def score_count(self) -> int:
@@ -429,7 +435,7 @@ def describe(
         softcap=softcap,
         sink_dtype=None if sink is None else sink.dtype,
         mask_dtype=None if mask is None else mask.dtype,
-        mask_sizes=None if mask is None else tuple(mask.shape),
+        mask_sizes=None if mask is None else tuple(collapsed(mask).shape),
         mask_grad=mask_grad,
         dropout_p=dropout_p,
         unit_last_strides=all(map(_unit_last_stride, (q, k, v, *more))),

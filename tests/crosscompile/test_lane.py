@@ -12,6 +12,7 @@ from torch_bwattn import cli
 from torch_bwattn.backends.cute import configs
 from torch_bwattn.backends.cute import loader as cute_loader
 from torch_bwattn.backends.helion import loader as helion_loader
+from torch_bwattn.backends.helion.backend import tcgen05_code
 from torch_bwattn.crosscompile import lane
 from torch_bwattn.problem import Problem
 from torch_bwattn.selection.choose import get_backend
@@ -31,7 +32,7 @@ def test_every_kind_of_problem_is_compiled_once():
 
 def test_a_forward_beside_a_mask_is_known_to_spill_more():
     masked = dataclasses.replace(PLAIN, mask_dtype=torch.bool, mask_sizes=(1, 1, 300, 300))
-    spilling = dataclasses.replace(FINE, kernel="attention_flash", spilled_bytes=128)
+    spilling = dataclasses.replace(FINE, kernel="attention_flash", spilled_bytes=160)
     assert lane._judged(PLAIN, spilling).faults
     assert not lane._judged(masked, spilling).faults
 
@@ -44,15 +45,36 @@ def test_every_config_of_cute_is_compiled():
     assert {value for value in vars(configs).values() if isinstance(value, kinds)} <= used
 
 
-def test_no_code_is_compiled_twice():
-    for target in ("sm_90a", "sm_100a"):
-        codes = [
-            code
-            for problem, backend, chosen in lane._tasks(target, ("cute", "helion"))
-            for code, config in lane._codes(problem, backend)
-            if config in chosen
-        ]
-        assert len(codes) == len(set(codes)) > 20
+def test_no_kernel_of_cute_is_compiled_twice():
+    tasks = lane._tasks("sm_90a", ("cute",))
+    compiled = [key for problem, _, names in tasks for key in lane._cute_keys(problem) if key.name in names]
+    assert len(compiled) == len(set(compiled)) > 40
+    assert set(lane.PRODUCTS_IN_CODE) <= {key.name for key in compiled}
+
+
+def test_no_tcgen05_body_is_compiled_twice():
+    tasks = lane._tasks("sm_100a", ("helion",))
+    bodies = [
+        tcgen05_code(problem, part) for problem, _, parts in tasks for part in parts if part.startswith(lane.PREFIX)
+    ]
+    assert len(bodies) == len(set(bodies)) > 10
+
+
+@pytest.mark.parametrize(
+    ("kernel", "products", "wrong"),
+    [("forward_sm90", 6, False), ("forward_sm90", 7, True), ("backward_sm90", 9, True), ("delta", 3, False)],
+)
+def test_the_products_of_hand_written_kernels_are_counted(kernel, products, wrong):
+    assert bool(lane._miscounted(kernel, products)) is wrong
+
+
+def test_a_backend_that_is_missing_is_a_fault(monkeypatch):
+    for name in ("cute", "helion"):
+        monkeypatch.setattr(get_backend(name), "missing", lambda: "it is not installed")
+    found = lane.run("sm_90a")
+    assert [one.backend for one in found] == ["cute", "helion"]
+    assert all("not installed" in one.faults[0] for one in found)
+    assert [one.backend for one in lane.run("sm_100a")] == ["helion"]  # the other is not for it
 
 
 @pytest.mark.parametrize(

@@ -26,7 +26,7 @@ BACKEND = types.SimpleNamespace(
         {}, {"diagonal": 0, "kv_heads": 2}, {"diagonal": -100}, {"diagonal": 20, "low_diagonal": -100},
         {"dtype": torch.float16, "low_diagonal": 3, "kv_len": 1000}, {"softcap": 5.0, "sink_dtype": torch.float32},
         {"mask_dtype": torch.bool, "mask_sizes": (2, 1, 1, 517)},
-        {"mask_dtype": torch.float32, "mask_sizes": (1, 4, 517, 517)},
+        {"dtype": torch.float16, "mask_dtype": torch.float16, "mask_sizes": (1, 4, 517, 517)},
     ],
     ids=str,
 )  # fmt: skip

@@ -7,6 +7,7 @@ states. Its *known-bad* combinations are those that it takes and gets wrong, eac
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -16,9 +17,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..layout import conform
+from ..layout import collapsed, conform
 from ..problem import Problem
-from .base import BackwardInputs, ForwardInputs
+from .base import BackwardInputs, ForwardInputs, mask_copy_refusal
 
 _CHUNK = 32
 """The efficient kernel's ``lse`` has its queries padded to a multiple of this."""
@@ -100,6 +101,7 @@ def _no_state(q: Tensor) -> Tensor:
 
 def _added(mask: Tensor, dtype: torch.dtype) -> Tensor:
     """A mask as cuDNN takes it, added to the scores: itself where it lies so, else a copy in its own sizes."""
+    mask = collapsed(mask)
     apart = all(
         size == 1 or stride % _MASK_ROW == 0 for size, stride in zip(mask.shape[:3], mask.stride()[:3], strict=True)
     )
@@ -141,7 +143,7 @@ class Cudnn(Fused):
             return f"it takes masks of bool or of the query's dtype, got {problem.mask_dtype}"
         if problem.mask_sizes is not None and problem.mask_sizes[3] != problem.kv_len:
             return f"it takes masks of as many columns as keys, got {problem.mask_sizes[3]} for {problem.kv_len}"
-        return ""
+        return mask_copy_refusal(problem, math.prod(problem.mask_sizes or ()))
 
     def forward(self, problem: Problem, x: ForwardInputs) -> tuple[Tensor, Tensor]:
         op = torch.ops.aten._scaled_dot_product_cudnn_attention.default

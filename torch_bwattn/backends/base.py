@@ -140,3 +140,10 @@ def named(offers: tuple[Verdict, ...], config: str) -> int:
     if config not in names:
         raise ValueError(expected("config", f"one of {', '.join(names)}", repr(config)))
     return names.index(config)
+
+
+def mask_copy_refusal(problem: Problem, elements: int) -> str:
+    """Why a kernel that copies a mask, to so many elements, does not take a problem, or nothing."""
+    if problem.mask_sizes is None or elements <= problem.input_count:
+        return ""
+    return f"it copies the mask, {elements} elements, more than query, key and value have, {problem.input_count}"

@@ -59,12 +59,8 @@ class Block(NamedTuple):
 
 def blocks(problem: Problem) -> Iterator[Block]:
     """Split the query rows so that a block's scores number no more than the inputs' elements."""
-    inputs = problem.batch * (
-        problem.heads * problem.q_len * problem.head_dim
-        + problem.kv_heads * problem.kv_len * (problem.head_dim + problem.value_dim)
-    )
     per_row = max(1, problem.batch * problem.heads * problem.kv_len)
-    step = max(1, max(inputs, _SMALLEST_BUDGET) // per_row)
+    step = max(1, max(problem.input_count, _SMALLEST_BUDGET) // per_row)
     for start in range(0, problem.q_len, step):
         rows = range(start, min(start + step, problem.q_len))
         first, stop = 0, problem.kv_len

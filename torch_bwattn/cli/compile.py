@@ -1,8 +1,8 @@
 """Compile every kernel that the package would use on a GPU, on a machine without it, and say what it became.
 
 Prints for each kernel its matrix instructions, bulk tensor copies, packed arithmetic, registers, spills, shared memory
-and compile time. Nothing runs. The status is 1 where an expected instruction is missing, or a spill or a limit is
-exceeded.
+and compile time. Nothing runs. The status is 1 where an expected instruction is missing, products are more or fewer
+than a kernel was written with, a spill or a limit is exceeded, or a backend of the target is not installed.
 
 for example:
   compile --target sm_100a              everything that Blackwell (B200) would run

@@ -1,9 +1,11 @@
 """Compiles what the package would use on a target, on a machine without that GPU, and says what became of it.
 
 For each kind of problem and both directions, the config that each backend chooses itself is compiled to the target's
-machine code: by Triton for Helion's kernels, for a GPU that :mod:`..backends.helion.pretend` pretends, and by CuTe-DSL
-for the hand-written ones, which name their architecture. Nothing runs. A kernel has a *fault* where the target's matrix
-instruction is missing, where it spills more than is known, or where it asks for more shared memory than there is.
+machine code, and all that Helion lowers to CuTe-DSL: by Triton and CuTe-DSL for Helion's kernels, for a GPU that
+:mod:`..backends.helion.pretend` pretends, and by CuTe-DSL for the hand-written ones, which name their architecture and
+of which every config is compiled. Nothing runs. A kernel has a *fault* where the target's matrix instruction is
+missing, where a hand-written one has more or fewer products than it was written with, where it spills more than is
+known, or where it asks for more shared memory than there is.
 """
 
 from __future__ import annotations
@@ -89,7 +91,7 @@ def problems(target: str) -> list[Problem]:
     def plain(width: int, value_dim: int = 0, dtype: torch.dtype = torch.bfloat16) -> Problem:
         return Problem(target, dtype, 1, 4, 2, 512, 512, width, value_dim or width, width**-0.5)
 
-    mask = {"q_len": 300, "kv_len": 300, "mask_sizes": (1, 1, 300, 300)}
+    mask: dict[str, Any] = {"q_len": 300, "kv_len": 300, "mask_sizes": (1, 1, 300, 300)}
     features: tuple[dict[str, Any], ...] = (
         {}, {"diagonal": 0}, {"diagonal": 0, "low_diagonal": -100}, {"softcap": 30.0}, {"sink_dtype": torch.float32},
         {"mask_dtype": torch.bool, **mask}, {"mask_dtype": torch.bfloat16, **mask},
@@ -99,6 +101,11 @@ def problems(target: str) -> list[Problem]:
     for width in (plain(64), plain(96), plain(192, 128), plain(256)):
         found += [width, dataclasses.replace(width, diagonal=0)]
     found.append(plain(64, dtype=torch.float32))
+    if product_of(target) == "tcgen05":  # what is there of a mask shapes the code, and a soft cap beside it
+        keys_only = dataclasses.replace(plain(128), **{**mask, "mask_sizes": (1, 1, 1, 300)})
+        found.append(dataclasses.replace(keys_only, mask_dtype=torch.bool, softcap=30.0))
+        whole = {**mask, "mask_sizes": (2, 1, 300, 300), "mask_dtype": torch.float16, "batch": 2}
+        found += [dataclasses.replace(plain(width, dtype=torch.float16), **whole) for width in (64, 128)]
     many = [
         dataclasses.replace(problem, q_len=_MANY, kv_len=_MANY)
         for problem in found
@@ -119,7 +126,7 @@ def problems_of_cute() -> list[Problem]:
     sink = {**window, "sink_dtype": torch.float32}
     cap = {**sink, "softcap": 30.0}
     forward = [
-        plain(8, 8, diagonal=0), plain(64, 64, few, diagonal=0), plain(192, 128, few, diagonal=0),
+        plain(192, 192), plain(8, 8, diagonal=0), plain(64, 64, few, diagonal=0), plain(192, 128, few, diagonal=0),
         plain(64, 64, **sink), plain(128, 128, **sink), plain(192, 192, **sink), plain(72, 40, **cap),
         plain(128, 64, **cap), plain(192, 128, **cap), plain(256, 256, few, **cap),
     ]  # fmt: skip
@@ -132,14 +139,15 @@ def problems_of_cute() -> list[Problem]:
 
 
 def _codes(problem: Problem, backend: str) -> Iterator[tuple[Hashable, str]]:
-    """A backend's configs to compile for a problem, each after what its code depends on; none where it refuses.
+    """What of a backend to compile for a problem, each after what its code depends on; none where it refuses.
 
-    Of `cute` the first choice, of Helion's what it lowers to CuTe-DSL and the first choice among what goes to Triton.
+    Of `cute` the kernels of the first choice, by name; of Helion's configs those that it lowers to CuTe-DSL and the
+    first among those that go to Triton.
     """
     chosen = get_backend(backend)
     offers = [] if chosen.missing() else [offer.config for offer in chosen.offers(problem) if offer]
     if backend == "cute":
-        yield from ((tuple(_cute_keys(problem)), config) for config in offers[:1])
+        yield from ((key, key.name) for key in _cute_keys(problem) if offers)
         return
     from ..backends.helion.backend import tcgen05_code
 
@@ -151,13 +159,11 @@ def _codes(problem: Problem, backend: str) -> Iterator[tuple[Hashable, str]]:
             break
 
 
-def compile_problem(problem: Problem, backend: str, configs: Sequence[str] | None = None) -> list[Compiled]:
-    """The kernels of some of a backend's configs for a problem, by default all; empty where it refuses it."""
-    if configs is None:
-        configs = [config for _, config in _codes(problem, backend)]
-    if backend == "cute":
-        return list(_cute(problem)) if configs else []
-    return list(_helion(problem, configs))
+def compile_problem(problem: Problem, backend: str, parts: Sequence[str] | None = None) -> list[Compiled]:
+    """Some of what :func:`_codes` names for a problem, by default all; empty where the backend refuses it."""
+    if parts is None:
+        parts = [part for _, part in _codes(problem, backend)]
+    return list({"helion": _helion, "cute": _cute}[backend](problem, parts))
 
 
 def _helion(problem: Problem, configs: Sequence[str]) -> Iterator[Compiled]:
@@ -223,11 +229,11 @@ def _cute_keys(problem: Problem) -> list[KernelKey]:
     return [calls.preprocess_key(problem, wide=True), main, finish]
 
 
-def _cute(problem: Problem) -> Iterator[Compiled]:
+def _cute(problem: Problem, names: Sequence[str]) -> Iterator[Compiled]:
     from ..backends.cute import calls, configs, report
 
     config = str(configs.backward(problem) if problem.backward else configs.forward(problem))
-    for key in _cute_keys(problem):
+    for key in (key for key in _cute_keys(problem) if key.name in names):
         for found in report.compile_report(key, calls.build_of(key)):
             faults = found.faults + _miscounted(key.name, found.counts["ARRIVE"])
             copies = sum(found.counts[name] for name in ("UTMALDG", "UTMASTG", "UTMAREDG"))
@@ -239,13 +245,13 @@ def _cute(problem: Problem) -> Iterator[Compiled]:
             yield _judged(problem, compiled)
 
 
-_PRODUCTS_IN_CODE = {"forward_sm90": 6, "backward_sm90": 10}
+PRODUCTS_IN_CODE = {"forward_sm90": 6, "backward_sm90": 10}
 """Forward the first tile's scores, two in each of the two loops, the last tile's output; backward the first tile's S
 and dP, five products of each tile but the last, which has three."""
 
 
 def _miscounted(kernel: str, products: int) -> tuple[str, ...]:
-    wanted = _PRODUCTS_IN_CODE.get(kernel, products)
+    wanted = PRODUCTS_IN_CODE.get(kernel, products)
     return () if products == wanted else (f"its code has {products} matrix products in place of {wanted}",)
 
 
@@ -277,7 +283,7 @@ _KNOWN_SPILLS = {
 these tiles were the fastest; `cute` is the first choice there. On Blackwell smaller tiles have no tcgen05, and Helion's
 own tcgen05 bodies spill, forward 80 bytes at width 64 and 24 at 128 (88 and 32 with a soft cap), 120 at 192 and
 128, backward at width 128 40 by pairs of programs (56 on sm_103a) and 8 without."""
-_KNOWN_SPILLS_BESIDE_MASKS = 128  # of the tcgen05 forward
+_KNOWN_SPILLS_BESIDE_MASKS = 160  # of the tcgen05 forward: 104 to 136, with a soft cap 160
 _KNOWN_SPILLS_OF_FLOAT32 = 464  # of dK and dV: larger than with tiles that were slower on the H200
 
 
@@ -295,9 +301,9 @@ _Task = tuple[Problem, str, tuple[str, ...]]
 
 def _unit(task: _Task) -> list[Compiled]:
     torch.set_num_threads(1)
-    problem, backend, configs = task
+    problem, backend, parts = task
     try:
-        return compile_problem(problem, backend, configs)
+        return compile_problem(problem, backend, parts)
     except Exception as error:  # noqa: BLE001 (it is what is looked for)
         text = " ".join(str(error).split())[:300]
         failed = Compiled(backend, "?", _words(problem), "", "", 0, 0, 0, 0, 0, 0, 0, 0.0, (f"not compiled: {text}",))
@@ -312,10 +318,10 @@ def _tasks(target: str, backends: Sequence[str]) -> list[_Task]:
     if target == "sm_90a" and "cute" in backends:
         wanted += [(problem, "cute") for problem in problems_of_cute()]
     for problem, backend in wanted:
-        new = [(code, config) for code, config in _codes(problem, backend) if code not in seen]
+        new = [(code, part) for code, part in _codes(problem, backend) if code not in seen]
         seen.update(code for code, _ in new)
         if new:
-            tasks.append((problem, backend, tuple(config for _, config in new)))
+            tasks.append((problem, backend, tuple(part for _, part in new)))
     return tasks
 
 
@@ -340,6 +346,11 @@ def run(
     if target not in TARGETS:
         raise ValueError(f"target: expected one of {', '.join(TARGETS)}, got {target!r}")
     found: dict[tuple[str, str, str, str], Compiled] = {}
+    for backend in backends:
+        missing = get_backend(backend).missing()
+        if missing and any(get_backend(backend).supports(problem) for problem in problems(target)):
+            fault = f"not compiled: {missing}"
+            found[backend, "", "", ""] = Compiled(backend, "?", "", "", "", 0, 0, 0, 0, 0, 0, 0, 0.0, (fault,))
     # Fresh processes: what is pretended in them is never true of this one.
     with ProcessPoolExecutor(jobs, mp_context=multiprocessing.get_context("spawn")) as pool:
         for compiled in pool.map(_unit, _tasks(target, backends)):

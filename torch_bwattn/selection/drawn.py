@@ -69,7 +69,10 @@ def _small_window(problem: Problem, q_len: int, kv_len: int) -> tuple[int | None
 
 
 def inputs(problem: Problem, device: torch.device | str, seed: int = 0) -> ForwardInputs:
-    """Normal values in ``[B, S, H, D]`` order in memory, from a base that is off by one where the problem's is."""
+    """Normal values in ``[B, S, H, D]`` order in memory, from a base that is off by one where the problem's is.
+
+    A mask hides the second row, and adds its dtype's least number to all of the third.
+    """
     generator = torch.Generator(device=device).manual_seed(seed)
     shift = 0 if problem.bulk_copies else 1
 
@@ -83,6 +86,10 @@ def inputs(problem: Problem, device: torch.device | str, seed: int = 0) -> Forwa
     if problem.mask_dtype is not None and problem.mask_sizes is not None:
         mask = normal(*problem.mask_sizes, dtype=torch.float32)
         mask = mask > -1.0 if problem.mask_dtype == torch.bool else mask.to(problem.mask_dtype)
+        if mask.shape[2] > 2:
+            mask[:, :, 1] = False if problem.mask_dtype == torch.bool else -torch.inf
+            if problem.mask_dtype != torch.bool:
+                mask[:, :, 2] = torch.finfo(problem.mask_dtype).min
     if problem.dropout_p > 0.0:
         rng_state = torch.tensor([seed + 1], dtype=torch.int64, device=device)
     if problem.sink_dtype is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 
 import pytest
 import torch
@@ -32,7 +33,9 @@ def cute_is_there(monkeypatch):
         ({"dtype": torch.float32}, "float32"), ({"value_dim": 136}, "Dv=136"), ({"q_len": 64}, "64 queries"),
         ({"kv_len": 0}, "nothing to attend"), ({"q_len": 131073, "kv_len": 131072}, "1572864"),
         ({"batch": 1024, "q_len": 4096}, "elements"), ({"mask_dtype": torch.bool, "mask_sizes": (1, 1, 1, 1)}, ""),
-        ({"mask_dtype": torch.float32, "mask_sizes": (2, 8, 300, 400)}, ""),
+        ({"mask_dtype": torch.float16, "mask_sizes": (1, 1, 300, 400)}, ""),
+        ({"mask_dtype": torch.float32, "mask_sizes": (1, 1, 300, 400)}, "float32"),
+        ({"mask_dtype": torch.bool, "mask_sizes": (2, 8, 300, 400)}, "copies the mask"),
         ({"mask_dtype": torch.bool, "q_len": 9999, "kv_len": 65536, "mask_sizes": (1, 8, 9999, 65536)}, "masks of up"),
         ({"dropout_p": 0.1}, "dropout"), ({"softcap": 1e4}, "soft cap"),
         ({"softcap": 9.0, "sink_dtype": torch.float32}, ""),
@@ -158,11 +161,19 @@ def drawn_mask(*sizes, dtype=torch.float32):
     return torch.randn(sizes, generator=torch.Generator().manual_seed(2)).masked_fill(~kept, -torch.inf).to(dtype)
 
 
+# Every way in which a mask may be broadcast, hiding or added in turns.
+MASKS = [
+    drawn_mask(*(1 if one else most for one, most in zip(pattern, (2, 2, 70, 130), strict=True)), dtype=dtype)
+    for pattern, dtype in zip(
+        itertools.product((False, True), repeat=4), itertools.cycle((torch.bool, torch.float32)), strict=False
+    )
+]
 CALLS = (
-    {"lengths": (100, 130), "mask": drawn_mask(1, 1, 100, 130, dtype=torch.bool), "sink": True},
+    *({"lengths": (70, 130), "batch": 2, "mask": mask} for mask in MASKS),
+    {"lengths": (100, 130), "mask": drawn_mask(1, 1, 100, 130, dtype=torch.bool), "sink": True, "window": (40, 40)},
     {"lengths": (65, 300), "batch": 2, "mask": drawn_mask(1, 2, 65, 300), "softcap": 3.0},
-    {"lengths": (70, 100), "batch": 2, "heads": 4, "kv_heads": 2, "mask": drawn_mask(2, 4, 70, 1)},
-    {"lengths": (70, 256), "batch": 2, "mask": drawn_mask(2, 1, 1, 256, dtype=torch.bool)},
+    {"lengths": (70, 256), "batch": 2, "mask": drawn_mask(1, 1, 1, 256, dtype=torch.bool).expand(2, 2, 70, 256)},
+    {"lengths": (70, 128), "batch": 2, "mask": drawn_mask(2, 1, 128, 70).mT},
     {"lengths": (100, 130), "widths": (16, 24), "is_causal": True, "causal_alignment": "bottom_right"},
     {"lengths": (256, 256), "widths": (64, 64), "is_causal": True, "batch": 2, "heads": 1, "contiguous": True},
     {"lengths": (300, 290), "widths": (40, 64), "window": (50, 7)},

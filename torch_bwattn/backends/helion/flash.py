@@ -15,10 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...layout import empty_like_order
+from ...layout import collapsed, empty_like_order
 from ...problem import Problem
 from .. import sinks
-from ..base import ForwardInputs
+from ..base import ForwardInputs, mask_copy_refusal
 from ..cute import loader as cute_loader
 from . import flash_blocks, forms, loader
 
@@ -26,6 +26,7 @@ NAME = forms.PREFIX + "blocks of 128x128"
 NOTE = "compiles some 10 s for each batch x heads and each pair of padded lengths"
 
 _DTYPES = (torch.bfloat16, torch.float16)
+_MASK_DTYPES = (torch.bool, torch.float16)
 _FEWEST_QUERIES = 64
 _PER_DOUBLING = 8
 _OLDEST_CUDA = 13
@@ -81,9 +82,13 @@ def why_not(problem: Problem) -> str:
         return f"it takes up to {flash_blocks.MOST_BLOCKS} blocks of 128x128, got {blocks}"
     if problem.softcap is not None and problem.softcap > _LARGEST_CAP:
         return f"it takes soft caps up to {_LARGEST_CAP:g}, got {problem.softcap}"
-    if problem.mask_sizes is not None and math.prod(_mask_sizes(problem)) > _INT32_MAX:
+    if problem.mask_dtype not in (None, *_MASK_DTYPES):
+        # Scores are multiplied by log2(e) beside what was added to them, which the least bfloat16 and float32 overflow.
+        return f"it takes masks of bool and float16, got {problem.mask_dtype}"
+    elements = math.prod(_mask_sizes(problem))
+    if elements > _INT32_MAX:
         return f"it takes masks of up to {_INT32_MAX} elements once padded"
-    return ""
+    return mask_copy_refusal(problem, elements)
 
 
 def width_refusal(problem: Problem) -> str:
@@ -169,6 +174,7 @@ def _mask_sizes(problem: Problem) -> tuple[int, ...]:
 
 def _padded_mask(mask: Tensor, sizes: tuple[int, ...]) -> Tensor:
     """A mask as the kernel takes it: itself where it lies so, else a copy; bool as uint8. What is padded is not set."""
+    mask = collapsed(mask)
     if mask.dtype == torch.bool:
         mask = mask.view(torch.uint8)
     if mask.shape == sizes and mask.is_contiguous() and mask.data_ptr() % 16 == 0:
