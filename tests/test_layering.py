@@ -17,18 +17,18 @@ KERNEL_LANGUAGES = {"triton", "helion", "cutlass", "cuda", "tvm_ffi"}
 # Lowest first. A module imports from its own line and from those above it only.
 LAYERS = (
     ("errors", "target", "testing", "layout", "storage", "environment"),
-    ("problem",),
+    ("problem", "mods"),
     ("backends",),
     ("selection",),
     ("ops",),
-    ("api",),
+    ("api", "flex"),
     ("integrations", "bench", "tuning", "crosscompile"),
     ("cli",),
     ("__main__", "__init__"),
 )
 RANK = {name: rank for rank, names in enumerate(LAYERS) for name in names}
 # Backends know kernels, and of the package only what describes a call.
-BACKENDS_MAY_IMPORT = {"errors", "target", "testing", "layout", "storage", "problem", "backends"}
+BACKENDS_MAY_IMPORT = {"errors", "target", "testing", "layout", "storage", "problem", "mods", "backends"}
 
 
 def part_of(module: str) -> str:

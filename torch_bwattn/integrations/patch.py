@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import threading
-from contextlib import ContextDecorator
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -14,9 +11,9 @@ from torch.overrides import handle_torch_function, has_torch_function
 
 from ..api import sdpa
 from ..ops.primitive import count_call
+from .patching import Patch
 
 _original = F.scaled_dot_product_attention
-_lock = threading.Lock()
 _installed = 0
 
 
@@ -76,7 +73,7 @@ def scaled_dot_product_attention(
     return sdpa(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
 
 
-class patch_sdpa(ContextDecorator):
+class patch_sdpa(Patch):
     """Replace ``F.scaled_dot_product_attention`` by this package's op while the patch is on.
 
     A context manager (``with patch_sdpa():``), a decorator (``@patch_sdpa()``), or a handle
@@ -89,35 +86,12 @@ class patch_sdpa(ContextDecorator):
     ``nn.TransformerEncoderLayer`` (eval mode, no grad).
     """
 
-    def __init__(self) -> None:
-        self._depth = 0
-
-    def _recreate_cm(self) -> patch_sdpa:
-        return patch_sdpa()
-
-    def install(self) -> patch_sdpa:
-        """Turn the patch on (once more); returns self."""
-        if torch.compiler.is_dynamo_compiling():  # a traced region holds no lock; its stores are replayed in order
-            self._install()
-        else:
-            with _lock:
-                self._install()
-        return self
-
     def _install(self) -> None:
         global _installed
         self._depth += 1
         _installed += 1
         if _installed == 1:
             _replace(_original, scaled_dot_product_attention)
-
-    def remove(self) -> None:
-        """Undo one ``install`` of this handle; more removals than installs do nothing."""
-        if torch.compiler.is_dynamo_compiling():
-            self._remove()
-        else:
-            with _lock:
-                self._remove()
 
     def _remove(self) -> None:
         global _installed
@@ -127,14 +101,6 @@ class patch_sdpa(ContextDecorator):
         _installed -= 1
         if _installed == 0:
             _replace(scaled_dot_product_attention, _original)
-
-    def __enter__(self) -> patch_sdpa:
-        return self.install()
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.remove()
 
 
 def _replace(old: Any, new: Any) -> None:

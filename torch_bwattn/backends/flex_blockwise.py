@@ -1,0 +1,337 @@
+"""Attention with mods and block masks in plain PyTorch, one block of query rows at a time, on any device.
+
+For a block of rows and the keys that any of them may see::
+
+    X = scale * Q K^T     S = score_mod(X, b, h, i, j), -inf where nothing shows (i, j)     P = exp(S - lse)
+    O = P V     lse = log sum exp S     max = max S         O = 0, lse = max = -inf of a row that sees nothing
+    dV = P^T dO     dS = P * (dO V^T - sum(P * dO V^T) + dlse)     dX = dS * d score_mod / dX
+    dQ = scale * dX K     dK = scale * dX^T Q     of what the mod reads of captured tensors, dS * d score_mod / d value
+
+(i, j) is shown by a block that counts as full, and by one that counts as partial where ``mask_mod`` says so; without
+lists of blocks by ``mask_mod`` alone. Keys in blocks that no row of a block of rows visits are not touched. Scores are
+held in float32, in float64 for float64 inputs; they take no more memory than the inputs do.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from ..layout import empty_like_order
+from ..mods.derivative import GRAD, Derivative, derivative
+from ..mods.program import INDEX_DTYPE, POSITION, Program, evaluate
+
+_SMALLEST_BUDGET = 2**18  # scores of a block of rows: below this, its overhead outweighs its arithmetic
+
+
+@dataclasses.dataclass(frozen=True)
+class Mod:
+    """A program with the values that it captured."""
+
+    program: Program
+    captured: Sequence[Tensor] = ()
+    numbers: Sequence[int] = ()
+
+
+@dataclasses.dataclass(frozen=True)
+class BlockLists:
+    """Which blocks of scores are visited, as in ``torch.nn.attention.flex_attention.BlockMask``.
+
+    Attributes:
+        part_count: Of each row of blocks, how many are visited where ``mask_mod`` says so, int32 [B or 1, H or 1, R].
+        part_index: Which, [B or 1, H or 1, R, C]; beyond the count not read.
+        full_count: How many are visited whole, or None for none.
+        full_index: Which.
+        sizes: Queries and keys of a block.
+    """
+
+    part_count: Tensor
+    part_index: Tensor
+    full_count: Tensor | None
+    full_index: Tensor | None
+    sizes: tuple[int, int]
+
+
+@dataclasses.dataclass(frozen=True)
+class FlexInputs:
+    """Operands of a forward. ``k`` and ``v`` have a batch of 1 for all, or the query's, and heads that divide its.
+
+    ``score_mod`` and ``mask_mod`` are None where they change nothing.
+    """
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    scale: float
+    score_mod: Mod | None = None
+    mask_mod: Mod | None = None
+    blocks: BlockLists | None = None
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of scores."""
+        return torch.float64 if self.q.dtype == torch.float64 else torch.float32
+
+
+def _dense(count: Tensor, index: Tensor) -> Tensor:
+    """The blocks of a list as bool [B, H, R, C]."""
+    columns = index.shape[-1]
+    listed = torch.arange(columns, device=index.device) < count.unsqueeze(-1)
+    # What is beyond the count goes to a column of its own, which is cut off.
+    place = torch.where(listed, index.to(torch.int64), columns)
+    return torch.zeros((*index.shape[:-1], columns + 1), dtype=torch.bool, device=index.device).scatter_(
+        -1, place, value=True
+    )[..., :columns]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Visited:
+    """The lists as bool [B, H, R, C]: blocks visited in part, and whole."""
+
+    part: Tensor
+    full: Tensor
+    sizes: tuple[int, int]
+
+    def keys(self, rows: range, kv_len: int) -> Tensor | None:
+        """Positions of the keys that some of the rows visit; None for all."""
+        some = slice(rows.start // self.sizes[0], (rows.stop - 1) // self.sizes[0] + 1)
+        seen = (self.part[:, :, some] | self.full[:, :, some]).flatten(0, 2).any(0)
+        if bool(seen.all()):
+            return None
+        keys = torch.arange(kv_len, device=seen.device)
+        return keys[seen[(keys // self.sizes[1]).clamp_(max=len(seen) - 1)] & (keys < len(seen) * self.sizes[1])]
+
+    def of(self, which: Tensor, rows: Tensor, keys: Tensor) -> Tensor:
+        """A list at positions of queries and keys, [B, H, M, N]."""
+        return which[:, :, (rows // self.sizes[0])[:, None], (keys // self.sizes[1])[None, :]]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Rows:
+    """A block of rows, and the keys that it may see, by position."""
+
+    rows: slice
+    keys: Tensor | None
+    x: FlexInputs
+    grid: tuple[Tensor, Tensor, Tensor, Tensor]  # b, h, q_idx, kv_idx
+    shown: Tensor | None
+
+    def of_keys(self, tensor: Tensor) -> Tensor:
+        return tensor if self.keys is None else tensor.index_select(2, self.keys)
+
+    def add_to_keys(self, total: Tensor, part: Tensor) -> None:
+        if self.keys is None:
+            total += part
+        else:
+            total.index_add_(2, self.keys, part)
+
+
+def _blocks_of_rows(x: FlexInputs) -> Iterator[_Rows]:
+    batch, heads, q_len, _ = x.q.shape
+    kv_len = x.k.shape[2]
+    visited = None
+    if x.blocks is not None:
+        part = _dense(x.blocks.part_count, x.blocks.part_index)
+        full = torch.zeros_like(part)
+        if x.blocks.full_count is not None and x.blocks.full_index is not None:
+            full = _dense(x.blocks.full_count, x.blocks.full_index)
+        visited = _Visited(part, full, x.blocks.sizes)
+    budget = max(x.q.numel() + x.k.numel() + x.v.numel(), _SMALLEST_BUDGET)
+    step = max(1, budget // max(1, batch * heads * kv_len))
+    if visited is not None:  # rows of one row of blocks, or of whole ones
+        size = visited.sizes[0]
+        step = step // size * size if step >= size else step
+    for start in range(0, q_len, step):
+        stop = min(start + step, q_len)
+        if visited is not None and step < visited.sizes[0]:
+            stop = min(stop, (start // visited.sizes[0] + 1) * visited.sizes[0])
+        keys = None if visited is None else visited.keys(range(start, stop), kv_len)
+        lengths = (batch, heads)
+        b, h = (torch.arange(size, dtype=INDEX_DTYPE, device=x.q.device) for size in lengths)
+        i = torch.arange(start, stop, dtype=INDEX_DTYPE, device=x.q.device)
+        j = torch.arange(kv_len, device=x.q.device) if keys is None else keys
+        grid = (b, h, i, j.to(INDEX_DTYPE))
+        yield _Rows(slice(start, stop), keys, x, grid, _shown(x, visited, grid))
+
+
+def _by_name(grid: Sequence[Tensor]) -> dict[str, Tensor]:
+    """Positions as a mod's inputs, each along its own of four dimensions."""
+    return {
+        name: axis.view([-1 if place == own else 1 for place in range(4)])
+        for own, (name, axis) in enumerate(zip(POSITION, grid, strict=True))
+    }
+
+
+def _shown(x: FlexInputs, visited: _Visited | None, grid: Sequence[Tensor]) -> Tensor | None:
+    """Which scores count, [B or 1, H or 1, M, N]; None for all."""
+    shown = None
+    if x.mask_mod is not None:
+        program = x.mask_mod.program
+        (shown,) = evaluate(program.steps, [program.result], _by_name(grid), x.mask_mod.captured, x.mask_mod.numbers)
+    if visited is None:
+        return shown
+    part = visited.of(visited.part, grid[2], grid[3])
+    return visited.of(visited.full, grid[2], grid[3]) | (part if shown is None else part & shown)
+
+
+def _modified(x: FlexInputs, scores: Tensor, grid: Sequence[Tensor]) -> Tensor:
+    """Scores [B, H, M, N] after ``score_mod``."""
+    mod = x.score_mod
+    if mod is None:
+        return scores
+
+    inputs = {"score": scores, **_by_name(grid)}
+    (found,) = evaluate(mod.program.steps, [mod.program.result], inputs, mod.captured, mod.numbers)
+    return found.to(scores.dtype).expand_as(scores)
+
+
+def _fold(tensor: Tensor, kv_heads: int) -> Tensor:
+    """``[B, Hq, R, X]`` -> ``[B, Hkv, G * R, X]``: the rows of a group's heads under their key head."""
+    batch, heads, rows, width = tensor.shape
+    return tensor.reshape(batch, kv_heads, heads // kv_heads * rows, width)
+
+
+def _raw_scores(x: FlexInputs, q: Tensor, k: Tensor, block: _Rows) -> Tensor:
+    rows = q[:, :, block.rows] * x.scale
+    return (_fold(rows, k.shape[1]) @ block.of_keys(k).mT).view(*rows.shape[:3], -1)
+
+
+def _masked(scores: Tensor, shown: Tensor | None) -> Tensor:
+    return scores if shown is None else scores.masked_fill(~shown, -torch.inf)
+
+
+def forward(x: FlexInputs) -> tuple[Tensor, Tensor, Tensor]:
+    """``(out [B, Hq, M, Dv], lse [B, Hq, M], max_scores [B, Hq, M])``; out lies as the query does."""
+    out = empty_like_order(x.q, x.v.shape[3]).zero_()
+    lse, most = (torch.full(x.q.shape[:3], -torch.inf, dtype=x.dtype, device=x.q.device) for _ in range(2))
+    if not (x.q.numel() and x.k.shape[2]):
+        return out, lse, most
+    q, k, v = (tensor.to(x.dtype) for tensor in (x.q, x.k, x.v))
+    for block in _blocks_of_rows(x):
+        s = _masked(_modified(x, _raw_scores(x, q, k, block), block.grid), block.shown)
+        if not s.shape[3]:
+            continue
+        highest = s.amax(-1, keepdim=True)
+        most[:, :, block.rows] = highest.squeeze(-1)
+        highest = highest.masked_fill(highest == -torch.inf, 0.0)  # exp(-inf - 0) is 0, not NaN
+        p = (s - highest).exp_()
+        total = p.sum(-1, keepdim=True)
+        lse[:, :, block.rows] = (highest + total.log()).squeeze(-1)
+        p /= total.masked_fill(total == 0.0, 1.0)
+        o = _fold(p, v.shape[1]) @ block.of_keys(v)
+        out[:, :, block.rows] = o.view(*p.shape[:3], -1)
+    return out, lse, most
+
+
+def backward(
+    x: FlexInputs, grad_out: Tensor, grad_lse: Tensor | None, lse: Tensor, wanted: Sequence[bool]
+) -> tuple[Tensor, Tensor, Tensor, list[Tensor | None]]:
+    """Gradients of q, k, v, and of those of the score mod's captured tensors that are ``wanted``."""
+    dq = empty_like_order(x.q, x.q.shape[3]).zero_()
+    dk, dv = (torch.zeros(tensor.shape, dtype=x.dtype, device=x.q.device) for tensor in (x.k, x.v))
+    captured = () if x.score_mod is None else x.score_mod.captured
+    dcaptured = [
+        torch.zeros(tensor.shape, dtype=torch.promote_types(tensor.dtype, x.dtype), device=tensor.device)
+        if want
+        else None
+        for tensor, want in zip(captured, wanted, strict=True)
+    ]
+    if x.q.numel() and x.k.shape[2]:
+        q, k, v = (tensor.to(x.dtype) for tensor in (x.q, x.k, x.v))
+        rule = None if x.score_mod is None else _derivative(x.score_mod, tuple(wanted), x.dtype)
+        for block in _blocks_of_rows(x):
+            raw = _raw_scores(x, q, k, block)
+            if not raw.shape[3]:
+                continue
+            row_lse = lse[:, :, block.rows, None].to(x.dtype)
+            s = _masked(_modified(x, raw, block.grid), block.shown)
+            p = (s - row_lse.masked_fill(row_lse == -torch.inf, 0.0)).exp_()
+            do = grad_out[:, :, block.rows].to(x.dtype)
+            folded = _fold(do, v.shape[1])
+            dp = (folded @ block.of_keys(v).mT).view_as(p)
+            _add_heads(block, dv, _fold(p, v.shape[1]).mT @ folded)
+            shift = (p * dp).sum(-1, keepdim=True)
+            if grad_lse is not None:
+                shift = shift - grad_lse[:, :, block.rows, None].to(x.dtype)
+            ds = p * (dp - shift)
+            if rule is not None and x.score_mod is not None:
+                # Where nothing shows a score the mod may be infinite, and its derivative not a number.
+                ds = _through_mod(rule, x.score_mod, raw, ds, block, dcaptured)
+            ds = _fold(ds, k.shape[1])
+            dq[:, :, block.rows] = (ds @ block.of_keys(k)).mul_(x.scale).view(*p.shape[:3], -1)
+            _add_heads(block, dk, ds.mT @ _fold(q[:, :, block.rows] * x.scale, k.shape[1]))
+    grads = (empty_like_order(like, like.shape[3]).copy_(grad) for grad, like in ((dk, x.k), (dv, x.v)))
+    of_captured = [
+        None if grad is None else grad.to(tensor.dtype) for grad, tensor in zip(dcaptured, captured, strict=True)
+    ]
+    return dq, *grads, of_captured  # type: ignore[return-value]
+
+
+def _add_heads(block: _Rows, total: Tensor, part: Tensor) -> None:
+    """Adds a gradient of keys, of one batch entry where one serves all."""
+    block.add_to_keys(total, part.sum_to_size(total.shape[0], *part.shape[1:]))
+
+
+def _derivative(mod: Mod, wanted: tuple[bool, ...], dtype: torch.dtype) -> Derivative:
+    kinds = tuple((tensor.dtype, tensor.dim()) for tensor in mod.captured)
+    places = tuple(place for place, want in enumerate(wanted) if want)
+    return derivative(mod.program, kinds, places, dtype, len(mod.numbers))
+
+
+def _through_mod(
+    rule: Derivative, mod: Mod, raw: Tensor, ds: Tensor, block: _Rows, dcaptured: Sequence[Tensor | None]
+) -> Tensor:
+    """The gradient of raw scores; adds that of captured tensors."""
+    results = [rule.score] if rule.score is not None else []
+    for load in rule.loads:
+        results += [load.gradient, *load.index]
+    if not results:
+        return torch.zeros_like(ds)
+
+    inputs = {"score": raw, GRAD: ds, **_by_name(block.grid)}
+    found = iter(evaluate(rule.steps, results, inputs, mod.captured, mod.numbers))
+    hidden = ds == 0.0
+    by_score = torch.zeros_like(ds) if rule.score is None else torch.where(hidden, 0.0, next(found).to(ds.dtype))
+    for load in rule.loads:
+        total = dcaptured[load.captured]
+        gradient = next(found)
+        index = [next(found).to(torch.int64) for _ in load.index]
+        if total is None:
+            continue
+        tail = (1,) * (gradient.dim() - 4)
+        gradient = torch.where(hidden.view(*hidden.shape, *tail), 0.0, gradient.to(total.dtype))
+        if index:
+            places = torch.broadcast_shapes(*(one.shape for one in index))
+            total.index_put_(tuple(index), gradient.sum_to_size(*places, *gradient.shape[4:]), accumulate=True)
+        else:
+            total += gradient.flatten(0, 3).sum(0)
+    return by_score
+
+
+def lists_agree(blocks: BlockLists, high: int | None, low: int | None, q_len: int, kv_len: int) -> bool:
+    """Whether lists visit every block in which some ``low <= j - i <= high``, and whole only those in which all are."""
+    part = _dense(blocks.part_count, blocks.part_index)
+    full = torch.zeros_like(part)
+    if blocks.full_count is not None and blocks.full_index is not None:
+        full = _dense(blocks.full_count, blocks.full_index)
+    rows, columns = part.shape[2:]
+    if rows * blocks.sizes[0] < q_len or columns * blocks.sizes[1] < kv_len:
+        return False
+    first_row = (torch.arange(rows) * blocks.sizes[0])[:, None]
+    first_key = torch.arange(columns) * blocks.sizes[1]
+    last_row, last_key = (
+        (first_row + blocks.sizes[0]).clamp(max=q_len) - 1,
+        (first_key + blocks.sizes[1]).clamp(max=kv_len) - 1,
+    )
+    there = (first_row < q_len) & (first_key < kv_len)
+    least, most = first_key - last_row, last_key - first_row  # of j - i in a block
+    high = kv_len if high is None else high
+    low = -q_len if low is None else low
+    some = (there & (least <= high) & (most >= low)).to(part.device)
+    whole = (there & (most <= high) & (least >= low)).to(part.device)
+    visited_where_needed = ((part | full) | ~some).all()
+    whole_where_counted = (~(full & there.to(part.device)) | whole).all()
+    return bool(visited_where_needed & whole_where_counted)

@@ -1,0 +1,255 @@
+"""``flex_attention``: PyTorch's function of that name, as one operator, forward and backward, on every device."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn.attention import flex_attention as torch_flex
+from torch.nn.attention.flex_attention import AuxOutput, AuxRequest, BlockMask, noop_mask
+
+from ..api import explain
+from ..mods.program import Program, Ref, hoisted, run
+from ..mods.recognize import Features, recognized, why_not
+from ..mods.trace import Traced, traced
+from ..ops.composite import autocast
+from ..ops.flex import BlockLists, lists_agree, options_of
+from ..problem import DTYPES
+
+_NO_BLOCKS = torch_flex._LARGE_SPARSE_BLOCK_SIZE  # PyTorch's block mask that stands for none has such blocks
+
+ScoreMod = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
+
+
+def flex_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    score_mod: ScoreMod | None = None,
+    block_mask: BlockMask | None = None,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    return_lse: bool = False,
+    kernel_options: dict[str, Any] | None = None,
+    return_aux: AuxRequest | None = None,
+) -> Tensor | tuple[Tensor, Tensor] | tuple[Tensor, AuxOutput]:
+    """Attention with modified scores, ``softmax(score_mod(scale * query @ key^T)) @ value``, and with a block mask.
+
+    The signature and the values of ``torch.nn.attention.flex_attention.flex_attention``. In eager mode and inside
+    ``torch.compile`` it is one operator, which never holds all scores, on the CPU too, and in both directions.
+
+    Args:
+        query: ``[B, Hq, L, D]``, bfloat16, float16, float32 or float64.
+        key: ``[B, Hkv, S, D]``, of the query's dtype; beside a block mask its batch may be 1.
+        value: ``[B, Hkv, S, Dv]``; likewise.
+        score_mod: ``score_mod(score, b, h, q_idx, kv_idx)``, all tensors without dimensions: the score (float32,
+            float64 for float64 operands) that takes its place. It may read other tensors; those of floating point get
+            gradients.
+        block_mask: Which scores count, as ``create_block_mask`` makes it, for these lengths. Its lists of blocks are
+            kept to; its ``mask_mod`` decides in the blocks that are listed as partial.
+        scale: Multiplies the scores before the mod; None means ``1 / sqrt(D)``.
+        enable_gqa: ``Hq`` may be a multiple of ``Hkv``.
+        return_lse: Return ``(out, lse)``.
+        kernel_options: Options of PyTorch's kernels, of which this function reads none.
+        return_aux: Return ``(out, AuxOutput)`` with what it asks for.
+
+    Returns:
+        ``out [B, Hq, L, Dv]`` in the query's dtype; ``lse`` and ``max_scores`` are ``[B, Hq, L]``, float32 (float64 for
+        float64), natural logarithms; a row that sees nothing is 0, and -inf in both. Gradients flow through ``out`` and
+        ``lse``.
+
+    Raises:
+        TypeError: An argument of another kind or dtype.
+        ValueError: Shapes or devices that do not fit, a mod that is none (:class:`torch_bwattn.mods.trace.ModError`),
+            or a block mask for other lengths or heads.
+    """
+    _check(query, key, value, enable_gqa, kernel_options, return_lse, return_aux)
+    blocks = _blocks(query, key, block_mask)
+    scale = 1.0 / math.sqrt(max(query.shape[3], 1)) if scale is None else scale
+    with_max_scores = return_aux is not None and return_aux.max_scores
+    if torch.compiler.is_dynamo_compiling():
+        from .hop import flex_hop
+
+        score = torch_flex._identity if score_mod is None else score_mod
+        options = {"with_max_scores": with_max_scores}
+        out, lse, most = flex_hop(query, key, value, score, (*blocks.fields, blocks.mask_mod), scale, options)
+    else:
+        score_dtype = torch.float64 if query.dtype == torch.float64 else torch.float32
+        score_traced = None if score_mod is None else traced(score_mod, "score_mod", score_dtype)
+        mask_traced = None if blocks.mask_mod is noop_mask else traced(blocks.mask_mod, "mask_mod")
+        out, lse, most = call(query, key, value, score_traced, mask_traced, blocks.fields, scale, with_max_scores)
+    if return_aux is not None:
+        return out, AuxOutput(lse=lse if return_aux.lse else None, max_scores=most if with_max_scores else None)
+    return (out, lse) if return_lse else out
+
+
+def explain_flex_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    score_mod: ScoreMod | None = None,
+    block_mask: BlockMask | None = None,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> str:
+    """Print what the mods of a call are recognised as, and which kernels it would run; runs and compiles no kernel.
+
+    Takes the arguments of :func:`flex_attention` and raises what it raises. It looks at the lists of a block mask.
+
+    Returns:
+        The text that was printed.
+    """
+    _check(query, key, value, enable_gqa, None, return_lse=False, return_aux=None)
+    blocks = _blocks(query, key, block_mask)
+    score = None if score_mod is None else traced(score_mod, "score_mod").program
+    mask = None if blocks.mask_mod is noop_mask else traced(blocks.mask_mod, "mask_mod").program
+    features, lengths = recognized(score, mask), (query.shape[2], key.shape[2])
+    options = None if features is None else options_of(features, *lengths)
+    slow = "runs on reference, in PyTorch's own operations, forward and backward"
+    if features is None:
+        text = f"not recognised, {why_not(score, mask)}: {slow}"
+    elif options is None:
+        text = f"recognised as {features}, which no window says for these lengths: {slow}"
+    elif blocks.fields and not _lists_agree(blocks, mask, lengths):
+        text = f"recognised as {features}, but the block mask's lists visit other blocks than that: {slow}"
+    else:
+        text = f"recognised as {features}"
+    print(f"bwattn.flex_attention: mods {text}")
+    if text.endswith(slow) or options is None:
+        return text
+    causal, alignment = options.pop("is_causal"), options.pop("causal_alignment")
+    batch = query.shape[0]
+    more = explain(
+        query, key.expand(batch, -1, -1, -1), value.expand(batch, -1, -1, -1), is_causal=causal, scale=scale,
+        enable_gqa=enable_gqa, causal_alignment=alignment, **options,
+    )  # fmt: skip
+    return f"{text}\n{more}"
+
+
+def _lists_agree(blocks: Blocks, mask: Program | None, lengths: tuple[int, int]) -> bool:
+    shown = recognized(None, mask)
+    part_count, part_index, full_count, full_index = blocks.fields[2:]
+    lists = BlockLists(part_count, part_index, full_count, full_index, blocks.fields[:2])
+    return shown is not None and lists_agree(lists, shown, *lengths)
+
+
+class Blocks(NamedTuple):
+    """A block mask's parts: what is data, and its mod."""
+
+    fields: tuple[Any, ...]  # () for no lists, else (queries of a block, keys of a block, 2 or 4 tensors)
+    mask_mod: Callable[..., Any]
+
+
+def call(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    score_mod: Traced | None,
+    mask_mod: Traced | None,
+    blocks: Sequence[Any],
+    scale: float,
+    with_max_scores: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The operator's call for traced mods, its operands cast as autocast says."""
+    query, key, value = autocast(query, key, value)  # type: ignore[assignment]
+    arguments: list[Any] = []
+    for what, mod in (("score_mod", score_mod), ("mask_mod", mask_mod)):
+        arguments += _arguments(what, mod, query.device)
+    sizes, lists = list(blocks[:2]), [one for one in blocks[2:] if one is not None]
+    result: tuple[Tensor, Tensor, Tensor] = torch.ops.bwattn.flex_forward(
+        query, key, value, scale, *arguments, lists, sizes, with_max_scores
+    )
+    return result
+
+
+def _arguments(what: str, mod: Traced | None, device: torch.device) -> list[Any]:
+    """Text, captured tensors and integers of one mod."""
+    if mod is None or _changes_nothing(mod.program):
+        return [None, [], []]
+    for place, tensor in enumerate(mod.captured):
+        if tensor.device != device and (tensor.dim() or tensor.device.type != "cpu"):
+            given = f"captured tensor {place}, {list(tensor.shape)} {tensor.dtype}, on {tensor.device}"
+            raise ValueError(_expected(what, f"captured tensors on {device}", given))
+    first, wanted, rest = hoisted(mod.program)
+    return [rest.text, run(first, wanted, mod.captured), list(mod.numbers)]
+
+
+def _changes_nothing(program: Program) -> bool:
+    return program.result == Ref("score") or recognized(None, program) == Features()
+
+
+def _expected(argument: str, wanted: str, given: object) -> str:
+    return f"flex_attention: {argument}: expected {wanted}, got {given}"
+
+
+def _check(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    enable_gqa: bool,
+    kernel_options: object,
+    return_lse: bool,
+    return_aux: AuxRequest | None,
+) -> None:
+    for name, tensor in (("query", query), ("key", key), ("value", value)):
+        if not isinstance(tensor, Tensor):
+            raise TypeError(_expected(name, "a Tensor", type(tensor).__name__))
+        if tensor.dim() != 4:
+            raise ValueError(_expected(name, "4 dimensions", list(tensor.shape)))
+        if tensor.dtype not in DTYPES or tensor.dtype != query.dtype:
+            wanted = "bfloat16, float16, float32 or float64, the same for query, key and value"
+            raise TypeError(_expected(name, wanted, tensor.dtype))
+        if tensor.device != query.device:
+            raise ValueError(_expected(name, f"a tensor on {query.device}, the query's", tensor.device))
+    if query.shape[3] != key.shape[3]:
+        raise ValueError(_expected("key", f"width {query.shape[3]}, the query's", key.shape[3]))
+    if key.shape[:3] != value.shape[:3]:
+        raise ValueError(_expected("value", f"{list(key.shape[:3])}, the key's, before its width", list(value.shape)))
+    heads, kv_heads = query.shape[1], key.shape[1]
+    if not enable_gqa and heads != kv_heads:
+        raise ValueError(_expected("key", f"{heads} heads, the query's (or enable_gqa=True)", kv_heads))
+    if enable_gqa and (kv_heads == 0 or heads % kv_heads):
+        raise ValueError(_expected("key", f"heads that divide the query's {heads}", kv_heads))
+    if kernel_options is not None and not isinstance(kernel_options, dict):
+        raise TypeError(_expected("kernel_options", "a dict or None", type(kernel_options).__name__))
+    if return_lse and return_aux is not None:
+        raise ValueError(_expected("return_lse", "False beside return_aux (AuxRequest(lse=True) asks for it)", True))
+
+
+def _blocks(query: Tensor, key: Tensor, block_mask: BlockMask | None) -> Blocks:
+    """A block mask's parts, checked against the operands."""
+    if block_mask is None:
+        if query.shape[0] != key.shape[0]:
+            wanted = f"batch {query.shape[0]}, the query's (1 for all beside a block mask)"
+            raise ValueError(_expected("key", wanted, key.shape[0]))
+        return Blocks((), noop_mask)
+    if not isinstance(block_mask, BlockMask):
+        raise TypeError(_expected("block_mask", "a BlockMask or None", type(block_mask).__name__))
+    mask_mod = block_mask.mask_mod
+    if mask_mod is torch_flex._sliced_mask_mod_error:
+        raise RuntimeError(_expected("block_mask", "one with a mask_mod", "a slice of another, which has none"))
+    mask_mod = noop_mask if mask_mod is None else mask_mod
+    if key.shape[0] not in (query.shape[0], 1):
+        raise ValueError(_expected("key", f"batch {query.shape[0]}, the query's, or 1", key.shape[0]))
+    if block_mask.BLOCK_SIZE[0] == block_mask.BLOCK_SIZE[1] == _NO_BLOCKS:
+        return Blocks((), mask_mod)
+    lengths, wanted_lengths = tuple(block_mask.shape[-2:]), (query.shape[2], key.shape[2])
+    if lengths != wanted_lengths:
+        raise ValueError(
+            _expected("block_mask", f"one for lengths {wanted_lengths}, the query's and key's", f"one for {lengths}")
+        )
+    counts, index = block_mask.kv_num_blocks, block_mask.kv_indices
+    if counts.device != query.device:
+        raise ValueError(_expected("block_mask", f"lists on {query.device}, the query's device", counts.device))
+    given = (1, 1, *counts.shape)[-3:-1]
+    for name, size, most in zip(("batch", "heads"), given, query.shape[:2], strict=True):
+        if size not in (1, most):
+            raise ValueError(_expected("block_mask", f"{name} 1 or {most}, the query's", size))
+    lists = [
+        one if one is None or one.dim() == dims else one.view((1,) * (dims - one.dim()) + tuple(one.shape))
+        for dims, one in ((3, counts), (4, index), (3, block_mask.full_kv_num_blocks), (4, block_mask.full_kv_indices))
+    ]
+    return Blocks((*block_mask.BLOCK_SIZE, *lists), mask_mod)

@@ -1,0 +1,1 @@
+"""Modifications of scores and masks, as FlexAttention has them: traced to data, evaluated, recognised."""

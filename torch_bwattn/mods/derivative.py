@@ -1,0 +1,130 @@
+"""The derivative of a ``score_mod``, as steps too.
+
+With ``g`` the gradient of what the mod returns, autograd's own operators are recorded as they compute::
+
+    g * d mod / d score        and for each value that the mod reads of a captured tensor,  g * d mod / d value
+
+so a kernel needs no autograd, only to evaluate steps; the gradient of a captured tensor is the second, added up where
+the value was read.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
+
+from .program import INDEX_DTYPE, POSITION, Program, Ref, Step, call_step
+from .trace import Recorder
+
+GRAD = "grad"
+"""The input that is ``g``, beside those of the mod."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Load:
+    """A value that a mod reads of a captured tensor.
+
+    Attributes:
+        captured: Which tensor.
+        index: Where it is read, an integer scalar for each of the leading dimensions.
+        gradient: Of the value.
+    """
+
+    captured: int
+    index: tuple[Ref, ...]
+    gradient: Ref
+
+
+@dataclasses.dataclass(frozen=True)
+class Derivative:
+    """Steps, which begin with the mod's own, and what of them the gradients are.
+
+    Attributes:
+        steps: Read the mod's inputs and :data:`GRAD`.
+        score: The gradient of the score; None where it decides nothing.
+        loads: Of the captured tensors that were asked for.
+    """
+
+    steps: tuple[Step, ...]
+    score: Ref | None
+    loads: tuple[Load, ...]
+
+
+@functools.lru_cache(maxsize=1024)
+def derivative(
+    program: Program,
+    kinds: tuple[tuple[torch.dtype, int], ...],
+    wanted: tuple[int, ...],
+    score_dtype: torch.dtype,
+    numbers: int = 0,
+) -> Derivative:
+    """Of a mod, by its score and by the values that it reads of some captured tensors.
+
+    Args:
+        program: The mod, nothing of which only captured tensors decide (:func:`.program.hoisted`).
+        kinds: (dtype, dimensions) of each captured tensor.
+        wanted: Which of these need gradients.
+        score_dtype: Of the score.
+        numbers: How many captured integers there are.
+
+    Raises:
+        NotImplementedError: An operator has no derivative.
+    """
+    recorder = Recorder("score_mod", {}, keeps_copies=True)
+    with _disable_current_modes(), torch.enable_grad():
+        score, grad = _meta(score_dtype, requires_grad=True), _meta(score_dtype)
+        captured = [_meta(dtype, dims) for dtype, dims in kinds]
+        values = {name: _meta(INDEX_DTYPE) for name in POSITION}
+        values |= {"score": score, GRAD: grad}
+        values |= {f"@{place}": tensor for place, tensor in enumerate(captured)}
+        values |= {f"#{place}": _meta(torch.int64) for place in range(numbers)}
+        for name, tensor in values.items():
+            recorder.name(tensor, name)
+        leaves: list[tuple[Tensor, int, tuple[Ref, ...]]] = []
+
+        def leaf(tensor: Tensor, place: int, index: tuple[Ref, ...]) -> Tensor:
+            """The value as one that autograd ends at, under the name that it has."""
+            with _disable_current_modes():
+                fresh = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta", requires_grad=True)
+            recorder.name(fresh, recorder.names[id(tensor)])
+            leaves.append((fresh, place, index))
+            return fresh
+
+        for place in wanted:
+            if not captured[place].dim():
+                values[f"@{place}"] = leaf(captured[place], place, ())
+        with recorder:
+            for number, step in enumerate(program.steps):
+                result = call_step(step, values)
+                read = step.args[0].name if step.base == "index" and isinstance(step.args[0], Ref) else ""
+                if read[:1] == "@" and int(read[1:]) in wanted and isinstance(result, Tensor):
+                    result = leaf(result, int(read[1:]), step.args[1])
+                if isinstance(result, Tensor):
+                    values[f"%{number}"] = result
+                else:
+                    values |= {f"%{number}.{part}": one for part, one in enumerate(result)}
+            # The recorder has numbered steps by itself: it knows the indices of loads by their tensors.
+            result = values[program.result.name]
+            inputs = [score, *(tensor for tensor, _, _ in leaves)]
+            found: Sequence[Tensor | None] = (None,) * len(inputs)
+            if result.requires_grad:
+                found = torch.autograd.grad(result, inputs, grad.to(result.dtype), allow_unused=True)
+    loads = [
+        Load(
+            place, tuple(Ref(recorder.names[id(values[ref.name])]) for ref in index), Ref(recorder.names[id(gradient)])
+        )
+        for (_, place, index), gradient in zip(leaves, found[1:], strict=True)
+        if gradient is not None
+    ]
+    by_score = None if found[0] is None else Ref(recorder.names[id(found[0])])
+    return Derivative(tuple(recorder.steps), by_score, tuple(loads))
+
+
+def _meta(dtype: torch.dtype, dims: int = 0, requires_grad: bool = False) -> Tensor:
+    """A tensor without values."""
+    return torch.empty((2,) * dims, dtype=dtype, device="meta", requires_grad=requires_grad)

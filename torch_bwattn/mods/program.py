@@ -1,0 +1,321 @@
+"""A ``score_mod`` or ``mask_mod`` as data: the PyTorch operators that it calls on scalars, one after the other.
+
+A mod is a Python function of a score and its position::
+
+    score_mod(score, b, h, q_idx, kv_idx) -> score        mask_mod(b, h, q_idx, kv_idx) -> whether it counts
+
+each a tensor without dimensions. Recorded once (:mod:`.trace`), it is a :class:`Program`: steps, each an operator with
+arguments, which are inputs by name, results of earlier steps (``%3``; ``%3.1`` the second of several), captured tensors
+(``@0``), captured integers (``#0``), or literals. Its text, JSON, says all of it but the captured values. So it is what
+an operator takes as an argument, what graphs show, and the key of whatever is made from it: two functions that compute
+the same way are one mod.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+POSITION = ("b", "h", "q_idx", "kv_idx")
+SCORE_INPUTS = ("score", *POSITION)
+INDEX_DTYPE = torch.int32
+
+_FORMAT = 1
+
+
+@dataclasses.dataclass(frozen=True)
+class Ref:
+    """A value by name: an input's, ``%3``, ``%3.1``, ``@0`` or ``#0``."""
+
+    name: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Step:
+    """One call of an operator.
+
+    Attributes:
+        op: Its name with namespace and overload, ``"aten.mul.Tensor"``.
+        args: Literals, :class:`Ref` and tuples of them.
+        kwargs: Likewise, by name.
+    """
+
+    op: str
+    args: tuple[Any, ...]
+    kwargs: tuple[tuple[str, Any], ...] = ()
+
+    @property
+    def base(self) -> str:
+        """The operator's name alone, ``"mul"``."""
+        return self.op.split(".")[1]
+
+
+@dataclasses.dataclass(frozen=True)
+class Program:
+    """Steps, and what of them is the result."""
+
+    steps: tuple[Step, ...]
+    result: Ref
+
+    @functools.cached_property
+    def text(self) -> str:
+        """All of it as JSON, of which :func:`parsed` is the inverse."""
+        steps = [
+            [step.op, _packed(step.args), {name: _packed(value) for name, value in step.kwargs}] for step in self.steps
+        ]
+        return json.dumps({"format": _FORMAT, "steps": steps, "result": _packed(self.result)}, separators=(",", ":"))
+
+    def reads(self, name: str) -> bool:
+        """Whether an input decides anything."""
+        return any(ref.name == name for step in self.steps for ref in refs(step)) or self.result.name == name
+
+
+def refs(step: Step) -> list[Ref]:
+    """Every value that a step reads."""
+    found: list[Ref] = []
+
+    def look(value: Any) -> None:
+        if isinstance(value, Ref):
+            found.append(value)
+        elif isinstance(value, tuple):
+            for one in value:
+                look(one)
+
+    look(step.args)
+    look(tuple(value for _, value in step.kwargs))
+    return found
+
+
+def _packed(value: Any) -> Any:
+    if isinstance(value, Ref):
+        return {"ref": value.name}
+    if isinstance(value, torch.dtype):
+        return {"dtype": str(value).removeprefix("torch.")}
+    if isinstance(value, tuple):
+        return [_packed(one) for one in value]
+    return value
+
+
+def _unpacked(value: Any) -> Any:
+    if isinstance(value, list):
+        return tuple(_unpacked(one) for one in value)
+    if isinstance(value, dict):
+        return Ref(value["ref"]) if "ref" in value else getattr(torch, value["dtype"])
+    return value
+
+
+@functools.lru_cache(maxsize=1024)
+def parsed(text: str) -> Program:
+    """The program that a text says.
+
+    Raises:
+        ValueError: The text is of another format.
+    """
+    found = json.loads(text)
+    if found.get("format") != _FORMAT:
+        raise ValueError(f"text: expected a program of format {_FORMAT}, got {found.get('format')}")
+    steps = tuple(
+        Step(op, _unpacked(args), tuple((name, _unpacked(value)) for name, value in kwargs.items()))
+        for op, args, kwargs in found["steps"]
+    )
+    return Program(steps, _unpacked(found["result"]))
+
+
+def operator(name: str) -> Callable[..., Any]:
+    """The operator of a name."""
+    namespace, base, overload = name.split(".")
+    found: Callable[..., Any] = getattr(getattr(getattr(torch.ops, namespace), base), overload)
+    return found
+
+
+_ELEMENTWISE = {
+    "__and__", "__lshift__", "__or__", "__rshift__", "__xor__", "_to_copy", "alias", "clamp", "clamp_max", "clamp_min",
+    "clone", "detach", "elu_backward", "floor_divide", "hardtanh_backward", "leaky_relu_backward", "lift_fresh",
+    "lift_fresh_copy", "masked_fill", "rsub", "sigmoid_backward", "softplus_backward", "tanh_backward",
+    "threshold_backward", "where",
+}  # fmt: skip
+"""Pointwise operators that PyTorch has not tagged so, all of them or an overload."""
+_MAKES = {
+    "full", "full_like", "new_full", "new_ones", "new_zeros", "ones", "ones_like", "scalar_tensor", "zeros",
+    "zeros_like",
+}  # fmt: skip
+_OF_VECTORS = {"dot", "index", "select", "sum", "unbind"}
+
+
+@functools.lru_cache(maxsize=4096)
+def is_known(name: str) -> bool:
+    """Whether a mod may call an operator: it is pointwise, makes a tensor, or is one of a few that take vectors."""
+    base = name.split(".")[1]
+    if base in _ELEMENTWISE or base in _MAKES or base in _OF_VECTORS:
+        return True
+    return torch.Tag.pointwise in operator(name).tags  # type: ignore[attr-defined]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Value:
+    """Values of a grid: dimensions [B, H, M, N], each possibly 1, then those of the value itself."""
+
+    tensor: Tensor
+    own: int = 0
+
+
+def evaluate(
+    steps: Sequence[Step],
+    results: Sequence[Ref],
+    grid: Mapping[str, Tensor],
+    captured: Sequence[Tensor],
+    numbers: Sequence[int | torch.SymInt] = (),
+) -> tuple[Tensor, ...]:
+    """Results for a whole grid of scalars at once, each [B, H, M, N] (sizes may be 1), then its own dimensions.
+
+    Args:
+        steps: Of a mod.
+        results: What is wanted of them.
+        grid: Inputs by name, four dimensions each, of sizes that broadcast.
+        captured: Captured tensors.
+        numbers: Captured integers.
+    """
+    device = next(tensor.device for tensor in (*grid.values(), *captured))
+    values: dict[str, _Value] = {name: _Value(tensor) for name, tensor in grid.items()}
+    values |= {f"@{place}": _alone(tensor) for place, tensor in enumerate(captured)}
+    values |= {f"#{place}": _alone(torch.full((), int(number), device=device)) for place, number in enumerate(numbers)}
+    for place, step in enumerate(steps):
+        found = _evaluated(step, values, device)
+        if isinstance(found, _Value):
+            values[f"%{place}"] = found
+        else:
+            values |= {f"%{place}.{number}": one for number, one in enumerate(found)}
+    return tuple(values[ref.name].tensor for ref in results)
+
+
+def _alone(tensor: Tensor) -> _Value:
+    """What no scalar decides."""
+    return _Value(tensor.view(1, 1, 1, 1, *tensor.shape), tensor.dim())
+
+
+def _evaluated(step: Step, values: Mapping[str, _Value], device: torch.device) -> _Value | list[_Value]:
+    def value(argument: Any) -> _Value:
+        return values[argument.name]
+
+    base = step.base
+    if base == "index":
+        return _indexed(value(step.args[0]), [value(one) for one in step.args[1]])
+    if base == "dot":
+        return _Value((value(step.args[0]).tensor * value(step.args[1]).tensor).sum(-1))
+    if base == "sum":
+        one = value(step.args[0])
+        return _Value(one.tensor.flatten(4).sum(-1)) if one.own else one
+    if base in ("select", "unbind"):
+        one, dim = value(step.args[0]), int(step.args[1]) if len(step.args) > 1 else 0
+        parts = one.tensor.unbind(dim if dim < 0 else dim + 4)
+        found = [_Value(part, one.own - 1) for part in parts]
+        return found[int(step.args[2])] if base == "select" else found
+    own = max((value(ref).own for ref in refs(step)), default=0)
+
+    def look_up(argument: Any) -> Any:
+        if isinstance(argument, Ref):
+            one = value(argument)
+            # A scalar beside a vector is one for each of its elements.
+            return one.tensor.view(*one.tensor.shape[:4], *(1,) * (own - one.own), *one.tensor.shape[4:])
+        return [look_up(one) for one in argument] if isinstance(argument, tuple) else argument
+
+    args, kwargs = [look_up(one) for one in step.args], {name: look_up(one) for name, one in step.kwargs}
+    if base in _MAKES:
+        kwargs["device"] = device
+        sizes = next((place for place, one in enumerate(step.args) if isinstance(one, tuple)), None)
+        if sizes is not None:  # of the value alone, not of the grid
+            args[sizes] = [1, 1, 1, 1, *args[sizes]]
+            own = len(args[sizes]) - 4
+        elif base == "scalar_tensor":
+            return _alone(operator(step.op)(*args, **kwargs))
+    return _Value(operator(step.op)(*args, **kwargs), own)
+
+
+def _indexed(table: _Value, index: Sequence[_Value]) -> _Value:
+    positions = [one.tensor.to(torch.int64) for one in index]
+    if table.tensor.shape[:4] == (1, 1, 1, 1):
+        return _Value(table.tensor[0, 0, 0, 0][tuple(positions)], table.own - len(index))
+    found = table.tensor
+    for position in positions:
+        sizes = torch.broadcast_shapes(found.shape[:4], position.shape)
+        found = found.expand(*sizes, *found.shape[4:])
+        at = torch.where(position < 0, position + found.shape[4], position).expand(sizes)
+        found = found.gather(4, at.view(*sizes, *(1,) * (found.dim() - 4)).expand(*sizes, 1, *found.shape[5:])).squeeze(
+            4
+        )
+    return _Value(found, table.own - len(index))
+
+
+def call_step(step: Step, values: Mapping[str, Any]) -> Tensor | Sequence[Tensor]:
+    """One step's results for tensors as they are, by name."""
+
+    def look_up(value: Any) -> Any:
+        if isinstance(value, Ref):
+            return values[value.name]
+        return [look_up(one) for one in value] if isinstance(value, tuple) else value
+
+    kwargs = {name: look_up(value) for name, value in step.kwargs}
+    device = next((tensor.device for tensor in values.values() if isinstance(tensor, Tensor)), None)
+    if device is not None and any(argument.name == "device" for argument in operator(step.op)._schema.arguments):  # type: ignore[attr-defined]
+        kwargs["device"] = device
+    result: Tensor | Sequence[Tensor] = operator(step.op)(*map(look_up, step.args), **kwargs)
+    return result
+
+
+def run(steps: Sequence[Step], results: Sequence[Ref], captured: Sequence[Tensor]) -> list[Tensor]:
+    """Results of steps that no scalar decides, with gradients."""
+    values: dict[str, Any] = {f"@{place}": tensor for place, tensor in enumerate(captured)}
+    for place, step in enumerate(steps):
+        result = call_step(step, values)
+        if isinstance(result, Tensor):
+            values[f"%{place}"] = result
+        else:
+            values |= {f"%{place}.{number}": one for number, one in enumerate(result)}
+    return [values[ref.name] for ref in results]
+
+
+def hoisted(program: Program) -> tuple[tuple[Step, ...], tuple[Ref, ...], Program]:
+    """What of a mod no scalar decides, apart: (its steps, what the rest reads of them, the rest).
+
+    The rest has these as its captured tensors, in that order, so that they are computed once a call, with gradients.
+    """
+    fixed: set[str] = set()
+    before: list[Step] = []
+    new_names: dict[str, str] = {}  # of results, in whichever part they end up
+    after: list[tuple[int, Step]] = []
+    for place, step in enumerate(program.steps):
+        read = [ref.name for ref in refs(step)]
+        if read and all(name[0] == "@" or name.split(".")[0] in fixed for name in read):
+            fixed.add(f"%{place}")
+            new_names[f"%{place}"] = f"%{len(before)}"
+            before.append(step)
+        else:
+            new_names[f"%{place}"] = f"%{len(after)}"
+            after.append((place, step))
+    wanted: dict[str, str] = {}
+
+    def renamed(ref: Ref, of_rest: bool) -> Ref:
+        head, dot, tail = ref.name.partition(".")
+        if of_rest and (head[0] == "@" or head in fixed):
+            return Ref(wanted.setdefault(ref.name, f"@{len(wanted)}"))
+        return Ref(new_names.get(head, head) + dot + tail)
+
+    rest = tuple(_mapped(step, lambda ref: renamed(ref, True)) for _, step in after)
+    result = renamed(program.result, True)
+    first = tuple(_mapped(step, lambda ref: renamed(ref, False)) for step in before)
+    return first, tuple(renamed(Ref(name), False) for name in wanted), Program(rest, result)
+
+
+def _mapped(step: Step, change: Callable[[Ref], Ref]) -> Step:
+    def of(value: Any) -> Any:
+        if isinstance(value, Ref):
+            return change(value)
+        return tuple(map(of, value)) if isinstance(value, tuple) else value
+
+    return Step(step.op, of(step.args), tuple((name, of(value)) for name, value in step.kwargs))

@@ -1,0 +1,230 @@
+"""``bwattn::flex_forward`` and ``bwattn::flex_backward``: attention with mods and lists of blocks.
+
+Mods come as text (:mod:`..mods.program`) with the values that they captured. Where they are causality, a window and a
+soft cap, and the lists visit what these show, the call is one of ``sdpa_forward``; else it is computed blockwise.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.weak import WeakIdKeyDictionary
+
+from ..backends import flex_blockwise
+from ..backends.flex_blockwise import BlockLists, FlexInputs, Mod
+from ..errors import UnsupportedProblem
+from ..layout import empty_like_order
+from ..mods.program import parsed
+from ..mods.recognize import Features, recognized
+from ..selection.pin import pinned
+from . import primitive
+from .schema import NAMESPACE, library
+
+_BLOCKWISE = "reference"
+
+Mods = tuple[
+    str | None,
+    Sequence[Tensor],
+    Sequence[int],
+    str | None,
+    Sequence[Tensor],
+    Sequence[int],
+    Sequence[Tensor],
+    Sequence[int],
+]
+"""What says the mods and the lists, in the operators' order."""
+
+
+def _inputs(query: Tensor, key: Tensor, value: Tensor, scale: float, mods: Mods) -> FlexInputs:
+    score_mod, score_captured, score_numbers, mask_mod, mask_captured, mask_numbers, lists, sizes = mods
+    blocks = None
+    if lists:
+        part_count, part_index, *full = lists
+        full_count, full_index = full or (None, None)
+        blocks = BlockLists(part_count, part_index, full_count, full_index, (int(sizes[0]), int(sizes[1])))
+    score = None if score_mod is None else Mod(parsed(score_mod), score_captured, score_numbers)
+    mask = None if mask_mod is None else Mod(parsed(mask_mod), mask_captured, mask_numbers)
+    return FlexInputs(query, key, value, scale, score, mask, blocks)
+
+
+def options_of(features: Features, q_len: int, kv_len: int) -> dict[str, Any] | None:
+    """Recognised features as options of ``sdpa_forward``, or None where these cannot say it."""
+    found: dict[str, Any] = {"is_causal": False, "causal_alignment": "top_left", "softcap": features.softcap}
+    if features.high is None and features.low is None:
+        return found
+    if features.low is None and features.high == 0:
+        return {**found, "is_causal": True}
+    for alignment, offset in (("top_left", 0), ("bottom_right", kv_len - q_len)):
+        left = -1 if features.low is None else offset - features.low
+        right = -1 if features.high is None else features.high - offset
+        if (features.low is None or left >= 0) and (features.high is None or right >= 0):
+            return {**found, "causal_alignment": alignment, "window_size": (left, right)}
+    return None
+
+
+_consistent: WeakIdKeyDictionary = WeakIdKeyDictionary()
+
+
+def lists_agree(blocks: BlockLists, features: Features, q_len: int, kv_len: int) -> bool:
+    """Whether lists visit what a mask shows, and count as whole only what it shows wholly; remembered by the lists."""
+    key = (features, q_len, kv_len, blocks.sizes)
+    lists = (blocks.part_count, blocks.part_index, blocks.full_count, blocks.full_index)
+    versions = [(id(one), one._version) for one in lists if one is not None and not one.is_inference()]
+    found = _consistent.get(blocks.part_index)
+    if found is not None and found[0] == (key, versions):
+        return bool(found[1])
+    if blocks.part_index.is_cuda and torch.cuda.is_current_stream_capturing():
+        return False
+    agree = flex_blockwise.lists_agree(blocks, features.high, features.low, q_len, kv_len)
+    _consistent[blocks.part_index] = ((key, versions), agree)
+    return agree
+
+
+def _route(x: FlexInputs) -> dict[str, Any] | None:
+    """The options of ``sdpa_forward`` that say the same, if any do."""
+    score, mask = (None if mod is None else mod.program for mod in (x.score_mod, x.mask_mod))
+    features = recognized(score, mask)
+    if features is None:
+        return None
+    q_len, kv_len = x.q.shape[2], x.k.shape[2]
+    options = options_of(features, q_len, kv_len)
+    if options is not None and x.blocks is not None:
+        shown = recognized(None, mask)
+        if shown is None or not lists_agree(x.blocks, shown, q_len, kv_len):
+            return None
+    return options
+
+
+def _check_pin() -> None:
+    pin = pinned()
+    if pin not in (None, "auto", _BLOCKWISE):
+        raise UnsupportedProblem(
+            f"flex_attention: backend {pin} was pinned, which takes mods that are causality, windows and soft caps "
+            f"only; nearest: {_BLOCKWISE}"
+        )
+
+
+def _one_batch(x: FlexInputs) -> tuple[Tensor, Tensor]:
+    """Keys and values of the query's batch."""
+    batch = x.q.shape[0]
+    return x.k.expand(batch, -1, -1, -1), x.v.expand(batch, -1, -1, -1)
+
+
+def forward(query: Tensor, key: Tensor, value: Tensor, scale: float, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
+    """One forward on real tensors."""
+    mods, with_max_scores = rest[:-1], rest[-1]
+    x = _inputs(query, key, value, scale, mods)
+    options = None if with_max_scores else _route(x)
+    if options is None:
+        _check_pin()
+        out, lse, most = flex_blockwise.forward(x)
+        primitive.count_call(_BLOCKWISE)
+        return out, lse, most if with_max_scores else lse.new_empty(0)
+    k, v = _one_batch(x)
+    causal, alignment = options.pop("is_causal"), options.pop("causal_alignment")
+    out, lse = primitive.forward(query, k, v, None, None, 0.0, causal, scale, alignment, **options)
+    return out, lse, lse.new_empty(0)
+
+
+def backward(
+    grad_out: Tensor,
+    grad_lse: Tensor | None,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    scale: float,
+    *rest: Any,
+) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
+    """One backward on real tensors; a captured tensor's gradient that is not wanted is empty."""
+    mods, wanted = rest[:-1], list(rest[-1])
+    x = _inputs(query, key, value, scale, mods)
+    options = _route(x)
+    captured = mods[1]
+    if options is None:
+        _check_pin()
+        dq, dk, dv, found = flex_blockwise.backward(x, grad_out, grad_lse, lse, wanted)
+        return dq, dk, dv, [query.new_empty(0) if one is None else one for one in found]
+    k, v = _one_batch(x)
+    causal, alignment = options.pop("is_causal"), options.pop("causal_alignment")
+    dq, dk, dv, _, _ = primitive.backward(
+        grad_out, grad_lse, query, k, v, None, out, lse, None, 0.0, causal, scale, alignment,
+        [True, True, True, False, False], **options,
+    )  # fmt: skip
+    if key.shape[0] != query.shape[0]:
+        dk, dv = (grad.sum(0, keepdim=True) for grad in (dk, dv))
+        dk, dv = (empty_like_order(like, like.shape[3]).copy_(grad) for like, grad in ((key, dk), (value, dv)))
+    zeros = [torch.zeros_like(one) if want else query.new_empty(0) for one, want in zip(captured, wanted, strict=True)]
+    return dq, dk, dv, zeros
+
+
+for _key in ("CPU", "CUDA"):
+    library.impl("flex_forward", forward, _key)
+    library.impl("flex_backward", backward, _key)
+
+
+def _fake_forward(query: Tensor, key: Tensor, value: Tensor, scale: float, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
+    lse_dtype = torch.float64 if query.dtype == torch.float64 else torch.float32
+    lse = torch.empty(query.shape[:3], dtype=lse_dtype, device=query.device)
+    return empty_like_order(query, value.shape[3]), lse, torch.empty_like(lse) if rest[-1] else lse.new_empty(0)
+
+
+def _fake_backward(*args: Any) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
+    query, key, value, captured, wanted = *args[2:5], args[9], args[-1]
+    grads = [torch.empty_like(one, memory_format=torch.contiguous_format) if want else query.new_empty(0)
+             for one, want in zip(captured, wanted, strict=True)]  # fmt: skip
+    dq, dk, dv = (empty_like_order(like, like.shape[3]) for like in (query, key, value))
+    return dq, dk, dv, grads
+
+
+torch.library.register_fake(f"{NAMESPACE}::flex_forward", _fake_forward, lib=library)
+torch.library.register_fake(f"{NAMESPACE}::flex_backward", _fake_backward, lib=library)
+
+
+def _set_up(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
+    query, key, value, scale, score_mod, score_captured, score_numbers, *others, _ = inputs
+    mask_mod, mask_captured, mask_numbers, lists, sizes = others
+    out, lse, most = output
+    ctx.mark_non_differentiable(most)
+    ctx.set_materialize_grads(False)
+    ctx.counts = len(score_captured), len(mask_captured)
+    ctx.rest = scale, score_mod, score_numbers, mask_mod, mask_numbers, sizes
+    ctx.save_for_backward(query, key, value, out, lse, *score_captured, *mask_captured, *lists)
+
+
+def _differentiate(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None, _: Tensor | None) -> tuple[Any, ...]:
+    query, key, value, out, lse, *others = ctx.saved_tensors
+    scale, score_mod, score_numbers, mask_mod, mask_numbers, sizes = ctx.rest
+    first, second = ctx.counts
+    score_captured, mask_captured, lists = others[:first], others[first : first + second], others[first + second :]
+    # register_autograd takes an empty list for one of tensors, and any other list of integers for one value.
+    no_numbers: list[Any] = [None if numbers else [] for numbers in (score_numbers, mask_numbers, sizes)]
+    none = (
+        None,
+        [None] * first,
+        no_numbers[0],
+        None,
+        [None] * second,
+        no_numbers[1],
+        [None] * len(lists),
+        no_numbers[2],
+        None,
+    )
+    if grad_out is None and grad_lse is None:
+        return (None, None, None, None, *none)
+    if grad_out is None:
+        grad_out = torch.zeros((), dtype=out.dtype, device=out.device).expand(out.shape)
+    wanted = [tensor.requires_grad for tensor in score_captured]
+    dq, dk, dv, found = torch.ops.bwattn.flex_backward(
+        grad_out, grad_lse, query, key, value, out, lse, scale, score_mod, score_captured, score_numbers, mask_mod,
+        mask_captured, mask_numbers, lists, sizes, wanted,
+    )  # fmt: skip
+    captured = [one if want else None for one, want in zip(found, wanted, strict=True)]
+    return (dq, dk, dv, None, None, captured, *none[2:])
+
+
+torch.library.register_autograd(f"{NAMESPACE}::flex_forward", _differentiate, setup_context=_set_up, lib=library)
