@@ -44,7 +44,10 @@ def test_against_autograd(mod):
     first, wanted, rest = hoisted(found.program)
     captured = [tensor.detach() for tensor in run(first, wanted, found.captured)]
     rule = derivative(
-        rest, tuple((tensor.dtype, tensor.dim()) for tensor in captured), tuple(range(len(captured))), torch.float64
+        rest,
+        tuple((tensor.dtype, tuple(tensor.shape)) for tensor in captured),
+        tuple(range(len(captured))),
+        torch.float64,
     )
     axes = dict(zip(POSITION, (torch.arange(size, dtype=torch.int32) for size in (1, 3, 5, 7)), strict=True))
     grid = {name: axis.view([-1 if own == place else 1 for place in range(4)])

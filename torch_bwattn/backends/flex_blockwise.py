@@ -76,15 +76,23 @@ class FlexInputs:
         return torch.float64 if self.q.dtype == torch.float64 else torch.float32
 
 
-def _dense(count: Tensor, index: Tensor) -> Tensor:
-    """The blocks of a list as bool [B, H, R, C]."""
-    columns = index.shape[-1]
-    listed = torch.arange(columns, device=index.device) < count.unsqueeze(-1)
+def _dense(count: Tensor, index: Tensor, columns: int) -> Tensor:
+    """The blocks of a list as bool [B, H, R, columns]."""
+    listed = torch.arange(index.shape[-1], device=index.device) < count.unsqueeze(-1)
     # What is beyond the count goes to a column of its own, which is cut off.
     place = torch.where(listed, index.to(torch.int64), columns)
     return torch.zeros((*index.shape[:-1], columns + 1), dtype=torch.bool, device=index.device).scatter_(
         -1, place, value=True
     )[..., :columns]
+
+
+def _both(blocks: BlockLists, kv_len: int) -> tuple[Tensor, Tensor]:
+    """Blocks that are visited in part, and those that are visited whole."""
+    columns = max(blocks.part_index.shape[-1], -(-kv_len // blocks.sizes[1]))
+    part = _dense(blocks.part_count, blocks.part_index, columns)
+    if blocks.full_count is None or blocks.full_index is None:
+        return part, torch.zeros_like(part)
+    return part, _dense(blocks.full_count, blocks.full_index, columns)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -134,11 +142,7 @@ def _blocks_of_rows(x: FlexInputs) -> Iterator[_Rows]:
     kv_len = x.k.shape[2]
     visited = None
     if x.blocks is not None:
-        part = _dense(x.blocks.part_count, x.blocks.part_index)
-        full = torch.zeros_like(part)
-        if x.blocks.full_count is not None and x.blocks.full_index is not None:
-            full = _dense(x.blocks.full_count, x.blocks.full_index)
-        visited = _Visited(part, full, x.blocks.sizes)
+        visited = _Visited(*_both(x.blocks, kv_len), x.blocks.sizes)
     budget = max(x.q.numel() + x.k.numel() + x.v.numel(), _SMALLEST_BUDGET)
     step = max(1, budget // max(1, batch * heads * kv_len))
     if visited is not None:  # rows of one row of blocks, or of whole ones
@@ -276,7 +280,7 @@ def _add_heads(block: _Rows, total: Tensor, part: Tensor) -> None:
 
 
 def _derivative(mod: Mod, wanted: tuple[bool, ...], dtype: torch.dtype) -> Derivative:
-    kinds = tuple((tensor.dtype, tensor.dim()) for tensor in mod.captured)
+    kinds = tuple((tensor.dtype, tuple(tensor.shape)) for tensor in mod.captured)
     places = tuple(place for place, want in enumerate(wanted) if want)
     return derivative(mod.program, kinds, places, dtype, len(mod.numbers))
 
@@ -313,10 +317,7 @@ def _through_mod(
 
 def lists_agree(blocks: BlockLists, high: int | None, low: int | None, q_len: int, kv_len: int) -> bool:
     """Whether lists visit every block in which some ``low <= j - i <= high``, and whole only those in which all are."""
-    part = _dense(blocks.part_count, blocks.part_index)
-    full = torch.zeros_like(part)
-    if blocks.full_count is not None and blocks.full_index is not None:
-        full = _dense(blocks.full_count, blocks.full_index)
+    part, full = _both(blocks, kv_len)
     rows, columns = part.shape[2:]
     if rows * blocks.sizes[0] < q_len or columns * blocks.sizes[1] < kv_len:
         return False

@@ -68,7 +68,7 @@ def flex_attention(
     """
     _check(query, key, value, enable_gqa, kernel_options, return_lse, return_aux)
     blocks = _blocks(query, key, block_mask)
-    scale = 1.0 / math.sqrt(max(query.shape[3], 1)) if scale is None else scale
+    scale = 1.0 / math.sqrt(max(query.shape[3], 1)) if scale is None else _number(scale)
     with_max_scores = return_aux is not None and return_aux.max_scores
     if torch.compiler.is_dynamo_compiling():
         from .hop import flex_hop
@@ -185,6 +185,12 @@ def _expected(argument: str, wanted: str, given: object) -> str:
     return f"flex_attention: {argument}: expected {wanted}, got {given}"
 
 
+def _number(scale: object) -> float:
+    if isinstance(scale, (int, float, torch.SymInt, torch.SymFloat)) and not isinstance(scale, bool):
+        return scale * 1.0  # type: ignore[operator, return-value]
+    raise TypeError(_expected("scale", "a number or None", type(scale).__name__))
+
+
 def _check(
     query: Tensor,
     key: Tensor,
@@ -215,6 +221,8 @@ def _check(
         raise ValueError(_expected("key", f"heads that divide the query's {heads}", kv_heads))
     if kernel_options is not None and not isinstance(kernel_options, dict):
         raise TypeError(_expected("kernel_options", "a dict or None", type(kernel_options).__name__))
+    if return_aux is not None and not isinstance(return_aux, AuxRequest):
+        raise TypeError(_expected("return_aux", "an AuxRequest or None", type(return_aux).__name__))
     if return_lse and return_aux is not None:
         raise ValueError(_expected("return_lse", "False beside return_aux (AuxRequest(lse=True) asks for it)", True))
 

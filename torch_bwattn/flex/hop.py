@@ -7,7 +7,9 @@ turns the graphs into text and calls ``bwattn::flex_forward``, so that is what A
 
 from __future__ import annotations
 
+import copy
 import inspect
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -16,7 +18,7 @@ from torch._dynamo.variables import higher_order_ops as dynamo_hops
 from torch._ops import HigherOrderOperator
 
 from ..mods.program import POSITION, SCORE_INPUTS
-from ..mods.trace import trace
+from ..mods.trace import ModError, Traced, trace
 from .attention import call
 
 _NAME = "bwattn_flex_attention"
@@ -45,9 +47,36 @@ class _FlexHop(HigherOrderOperator):
         mask_captured: tuple[Any, ...] = (),
     ) -> tuple[Tensor, Tensor, Tensor]:
         score_dtype = torch.float64 if query.dtype == torch.float64 else torch.float32
-        score = trace(score_mod, "score_mod", SCORE_INPUTS, score_dtype, score_captured)
-        mask = trace(block_mask[-1], "mask_mod", POSITION, score_dtype, mask_captured)
+        score = _traced(score_mod, "score_mod", SCORE_INPUTS, score_dtype, score_captured)
+        mask = _traced(block_mask[-1], "mask_mod", POSITION, score_dtype, mask_captured)
         return call(query, key, value, score, mask, block_mask[:-1], scale, kernel_options["with_max_scores"])
+
+
+def _traced(
+    mod: torch.fx.GraphModule, what: str, inputs: Sequence[str], score_dtype: torch.dtype, given: Sequence[Any]
+) -> Traced:
+    """A mod's graph as a program; where it needs the value of a captured number, for this value alone."""
+    mod = _without_items(mod)
+    try:
+        return trace(mod, what, inputs, score_dtype, given)
+    except (ModError, TypeError, RuntimeError, IndexError, AssertionError):
+        sizes = [size for one in given if isinstance(one, Tensor) for size in one.shape]
+        if not any(isinstance(one, torch.SymInt) for one in (*given, *sizes)):
+            raise
+    known = [int(one) if isinstance(one, torch.SymInt) else one for one in given]
+    return trace(mod, what, inputs, score_dtype, known, known_sizes=True)
+
+
+def _without_items(mod: torch.fx.GraphModule) -> torch.fx.GraphModule:
+    """Captured floats come as tensors of which graphs take the value; a mod computes with the tensors as well."""
+    if not any(node.op == "call_method" and node.target == "item" for node in mod.graph.nodes):
+        return mod
+    graph = copy.deepcopy(mod.graph)
+    for node in list(graph.nodes):
+        if node.op == "call_method" and node.target == "item":
+            node.replace_all_uses_with(node.args[0])
+            graph.erase_node(node)
+    return torch.fx.GraphModule(mod, graph)
 
 
 flex_hop = _FlexHop()

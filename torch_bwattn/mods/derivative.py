@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
-from .program import INDEX_DTYPE, POSITION, Program, Ref, Step, call_step
+from .program import INDEX_DTYPE, POSITION, Program, Ref, Step, call_step, refs
 from .trace import Recorder
 
 GRAD = "grad"
@@ -58,7 +58,7 @@ class Derivative:
 @functools.lru_cache(maxsize=1024)
 def derivative(
     program: Program,
-    kinds: tuple[tuple[torch.dtype, int], ...],
+    kinds: tuple[tuple[torch.dtype, tuple[int, ...]], ...],
     wanted: tuple[int, ...],
     score_dtype: torch.dtype,
     numbers: int = 0,
@@ -67,7 +67,7 @@ def derivative(
 
     Args:
         program: The mod, nothing of which only captured tensors decide (:func:`.program.hoisted`).
-        kinds: (dtype, dimensions) of each captured tensor.
+        kinds: (dtype, shape) of each captured tensor.
         wanted: Which of these need gradients.
         score_dtype: Of the score.
         numbers: How many captured integers there are.
@@ -75,10 +75,10 @@ def derivative(
     Raises:
         NotImplementedError: An operator has no derivative.
     """
-    recorder = Recorder("score_mod", {}, keeps_copies=True)
+    recorder = Recorder("score_mod", {}, internal=True)
     with _disable_current_modes(), torch.enable_grad():
         score, grad = _meta(score_dtype, requires_grad=True), _meta(score_dtype)
-        captured = [_meta(dtype, dims) for dtype, dims in kinds]
+        captured = [_meta(dtype, shape) for dtype, shape in kinds]
         values = {name: _meta(INDEX_DTYPE) for name in POSITION}
         values |= {"score": score, GRAD: grad}
         values |= {f"@{place}": tensor for place, tensor in enumerate(captured)}
@@ -95,15 +95,17 @@ def derivative(
             leaves.append((fresh, place, index))
             return fresh
 
-        for place in wanted:
-            if not captured[place].dim():
-                values[f"@{place}"] = leaf(captured[place], place, ())
+        tables = {f"@{place}": captured[place] for place in wanted}
+        whole = {ref.name for step in program.steps for ref in refs(step) if _read_table(step) != ref.name}
+        whole.add(program.result.name)
+        for name in sorted(whole & set(tables)):
+            values[name] = leaf(tables[name], int(name[1:]), ())
         with recorder:
             for number, step in enumerate(program.steps):
-                result = call_step(step, values)
-                read = step.args[0].name if step.base == "index" and isinstance(step.args[0], Ref) else ""
-                if read[:1] == "@" and int(read[1:]) in wanted and isinstance(result, Tensor):
-                    result = leaf(result, int(read[1:]), step.args[1])
+                name = _read_table(step)
+                result = call_step(step, {**values, name: tables[name]} if name in tables else values)
+                if name in tables and isinstance(result, Tensor):
+                    result = leaf(result, int(name[1:]), step.args[1])
                 if isinstance(result, Tensor):
                     values[f"%{number}"] = result
                 else:
@@ -125,6 +127,12 @@ def derivative(
     return Derivative(tuple(recorder.steps), by_score, tuple(loads))
 
 
-def _meta(dtype: torch.dtype, dims: int = 0, requires_grad: bool = False) -> Tensor:
+def _read_table(step: Step) -> str:
+    """The captured tensor of which a step reads one value or row, if it does."""
+    table = step.args[0] if step.base == "index" else None
+    return table.name if isinstance(table, Ref) and table.name[0] == "@" else ""
+
+
+def _meta(dtype: torch.dtype, shape: tuple[int, ...] = (), requires_grad: bool = False) -> Tensor:
     """A tensor without values."""
-    return torch.empty((2,) * dims, dtype=dtype, device="meta", requires_grad=requires_grad)
+    return torch.empty(shape, dtype=dtype, device="meta", requires_grad=requires_grad)

@@ -135,17 +135,19 @@ def operator(name: str) -> Callable[..., Any]:
 
 
 _ELEMENTWISE = {
-    "__and__", "__lshift__", "__or__", "__rshift__", "__xor__", "_to_copy", "alias", "clamp", "clamp_max", "clamp_min",
-    "clone", "detach", "elu_backward", "floor_divide", "hardtanh_backward", "leaky_relu_backward", "lift_fresh",
-    "lift_fresh_copy", "masked_fill", "rsub", "sigmoid_backward", "softplus_backward", "tanh_backward",
-    "threshold_backward", "where",
+    "__and__", "__lshift__", "__or__", "__rshift__", "__xor__", "_to_copy", "alias", "clamp", "clamp_max",
+    "clamp_min", "clone", "detach", "elu_backward", "fill", "floor_divide", "hardshrink_backward",
+    "hardsigmoid_backward", "hardswish", "hardswish_backward", "hardtanh_backward", "leaky_relu_backward",
+    "log_sigmoid_backward", "log_sigmoid_forward", "lift_fresh", "lift_fresh_copy", "masked_fill", "rsub",
+    "sigmoid_backward", "softplus_backward", "softshrink_backward", "tanh_backward", "threshold_backward", "where",
 }  # fmt: skip
 """Pointwise operators that PyTorch has not tagged so, all of them or an overload."""
 _MAKES = {
     "full", "full_like", "new_full", "new_ones", "new_zeros", "ones", "ones_like", "scalar_tensor", "zeros",
     "zeros_like",
 }  # fmt: skip
-_OF_VECTORS = {"dot", "index", "select", "sum", "unbind"}
+_REDUCE = {"all", "amax", "amin", "any", "mean", "prod", "sum"}
+_OF_VECTORS = {"dot", "expand", "index", "index_put", "select", "select_backward", "unbind", "unsqueeze"} | _REDUCE
 
 
 @functools.lru_cache(maxsize=4096)
@@ -208,14 +210,35 @@ def _evaluated(step: Step, values: Mapping[str, _Value], device: torch.device) -
         return _indexed(value(step.args[0]), [value(one) for one in step.args[1]])
     if base == "dot":
         return _Value((value(step.args[0]).tensor * value(step.args[1]).tensor).sum(-1))
-    if base == "sum":
-        one = value(step.args[0])
-        return _Value(one.tensor.flatten(4).sum(-1)) if one.own else one
+    if base in _REDUCE:
+        return _reduced(step, value(step.args[0]))
     if base in ("select", "unbind"):
         one, dim = value(step.args[0]), int(step.args[1]) if len(step.args) > 1 else 0
         parts = one.tensor.unbind(dim if dim < 0 else dim + 4)
         found = [_Value(part, one.own - 1) for part in parts]
         return found[int(step.args[2])] if base == "select" else found
+    if base == "log_sigmoid_forward":  # whose second result is for its backward, and of other sizes on other devices
+        one = value(step.args[0])
+        return [_Value(torch.nn.functional.logsigmoid(one.tensor), one.own), one]
+    if base == "log_sigmoid_backward":
+        grad, one = value(step.args[0]), value(step.args[1])
+        return _Value(grad.tensor * torch.sigmoid(-one.tensor), one.own)
+    if base == "index_put":
+        return _put(value(step.args[0]), [value(one) for one in step.args[1]], value(step.args[2]))
+    if base == "select_backward":
+        one, sizes, dim, at = value(step.args[0]), *step.args[1:]
+        whole = one.tensor.new_zeros((*one.tensor.shape[:4], *sizes))
+        whole.select(dim if dim < 0 else dim + 4, at).copy_(one.tensor)
+        return _Value(whole, len(sizes))
+    if base == "unsqueeze":
+        one, dim = value(step.args[0]), int(step.args[1])
+        return _Value(one.tensor.unsqueeze(dim if dim < 0 else dim + 4), one.own + 1)
+    if base == "expand":
+        one, sizes = value(step.args[0]), step.args[1]
+        grid, own_sizes = one.tensor.shape[:4], one.tensor.shape[4:]
+        return _Value(
+            one.tensor.view(*grid, *(1,) * (len(sizes) - one.own), *own_sizes).expand(*grid, *sizes), len(sizes)
+        )
     own = max((value(ref).own for ref in refs(step)), default=0)
 
     def look_up(argument: Any) -> Any:
@@ -226,6 +249,8 @@ def _evaluated(step: Step, values: Mapping[str, _Value], device: torch.device) -
         return [look_up(one) for one in argument] if isinstance(argument, tuple) else argument
 
     args, kwargs = [look_up(one) for one in step.args], {name: look_up(one) for name, one in step.kwargs}
+    if step.op == "aten.masked_fill.Tensor":  # which takes a value without dimensions
+        return _Value(torch.where(args[1], args[2].to(args[0].dtype), args[0]), own)
     if base in _MAKES:
         kwargs["device"] = device
         sizes = next((place for place, one in enumerate(step.args) if isinstance(one, tuple)), None)
@@ -235,6 +260,29 @@ def _evaluated(step: Step, values: Mapping[str, _Value], device: torch.device) -
         elif base == "scalar_tensor":
             return _alone(operator(step.op)(*args, **kwargs))
     return _Value(operator(step.op)(*args, **kwargs), own)
+
+
+def _put(one: _Value, index: Sequence[_Value], added: _Value) -> _Value:
+    """A vector with something added at a position: the gradient of reading it there."""
+    (at,) = (position.tensor.to(torch.int64) for position in index)
+    sizes = torch.broadcast_shapes(one.tensor.shape[:4], at.shape, added.tensor.shape[:4])
+    whole = one.tensor.expand(*sizes, *one.tensor.shape[4:])
+    rest = whole.shape[5:]
+    at = torch.where(at < 0, at + whole.shape[4], at).expand(sizes).view(*sizes, *(1,) * (whole.dim() - 4))
+    return _Value(
+        whole.scatter_add(4, at.expand(*sizes, 1, *rest), added.tensor.expand(*sizes, *rest).unsqueeze(4)), one.own
+    )
+
+
+def _reduced(step: Step, one: _Value) -> _Value:
+    """Over some dimensions of the value itself, by default all."""
+    dims = next((argument for argument in step.args[1:2] if argument not in (None, ())), tuple(range(one.own)))
+    dims = sorted((dim % one.own for dim in (dims if isinstance(dims, tuple) else (dims,))), reverse=True)
+    keeps = len(step.args) > 2 and step.args[2] is True
+    found = one.tensor
+    for dim in dims:
+        found = getattr(torch, step.base)(found, dim=dim + 4, keepdim=keeps)
+    return _Value(found, one.own if keeps else one.own - len(dims))
 
 
 def _indexed(table: _Value, index: Sequence[_Value]) -> _Value:

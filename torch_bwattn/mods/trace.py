@@ -23,9 +23,13 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 
 from .program import INDEX_DTYPE, POSITION, SCORE_INPUTS, Program, Ref, Step, is_known
 
-_SAME = ("aten.alias.default", "aten.detach.default", "aten.lift_fresh_copy.default", "aten.clone.default")
-_MEANS = {"approx.tanh.default": "aten.tanh.default"}
-"""Operators of other libraries that compute what PyTorch's do: attention-gym's ``tanh`` by one instruction."""
+_SAME = ("aten.alias.default", "aten.lift_fresh_copy.default", "aten.clone.default")
+_MEANS = {
+    "approx.tanh.default": "aten.tanh.default",  # attention-gym's, by one instruction
+    "aten.empty_like.default": "aten.zeros_like.default",
+    "aten._efficientzerotensor.default": "aten.zeros.default",
+}
+"""Operators that compute what others do, for a mod's purposes."""
 
 
 class ModError(ValueError):
@@ -47,17 +51,34 @@ class Traced:
     numbers: tuple[int | torch.SymInt, ...] = ()
 
 
-class _IndexByScalars(TorchFunctionMode):
-    """``table[h, q_idx]`` with scalars that have no value, which Python's indexing would look at."""
+class _WithoutValues(TorchFunctionMode):
+    """What Python does with a scalar's value or device, done without: these scalars have none."""
 
     def __torch_function__(self, func: Any, kinds: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = dict(kwargs or {})
         if func is Tensor.__getitem__:
             table, index = args
             index = index if isinstance(index, tuple) else (index,)
             if any(isinstance(one, Tensor) for one in index) and all(isinstance(one, (Tensor, int)) for one in index):
                 tensors = [one if isinstance(one, Tensor) else torch.full((), one) for one in index]
                 return torch.ops.aten.index.Tensor(table, tensors)
-        return func(*args, **(kwargs or {}))
+        if func is Tensor.new_tensor:
+            return torch.tensor(args[1], dtype=kwargs.get("dtype", args[0].dtype))
+        if func is torch.tensor and kwargs.get("device") is not None and torch.device(kwargs["device"]).type == "meta":
+            kwargs["device"] = "cpu"
+        return func(*args, **kwargs)
+
+
+def _leaves(value: Any) -> list[Any]:
+    if isinstance(value, dict):
+        value = tuple(value.values())
+    return [leaf for one in value for leaf in _leaves(one)] if isinstance(value, (tuple, list)) else [value]
+
+
+def _functional(func: Any) -> Any:
+    """The operator that makes a tensor of what another one changes."""
+    _, name = func._schema.name.split("::")
+    return getattr(getattr(torch.ops.aten, name.rstrip("_")), func._overloadname)
 
 
 def _looks(func: Any) -> bool:
@@ -66,32 +87,43 @@ def _looks(func: Any) -> bool:
 
 
 class Recorder(TorchDispatchMode):
-    """Runs operators on the meta device and writes them down; copies only where it keeps them."""
+    """Runs operators on the meta device and writes them down.
 
-    def __init__(self, what: str, known: Mapping[int, str], keeps_copies: bool = False) -> None:
+    Of a user's function (not ``internal``) it takes those that a mod may call. Of autograd it takes what changes a
+    tensor as well, as the operator that makes a new one.
+    """
+
+    def __init__(self, what: str, known: Mapping[int, str], internal: bool = False) -> None:
         super().__init__()
-        self.keeps_copies = keeps_copies
+        self.internal = internal
         self.what = what
         self.steps: list[Step] = []
         self.captured: list[Tensor] = []
         self.names: dict[int, str] = dict(known)
+        self._fixed: set[int] = set()  # what captured tensors alone decide
         self._kept: list[Tensor] = []  # a name is by identity, which only lasts as long as the tensor
         self._stand_ins: dict[int, Tensor] = {}
 
     def __torch_dispatch__(self, func: Any, kinds: Any, args: Any = (), kwargs: Any = None) -> Any:
+        changed = None
+        if func._schema.is_mutable:
+            if not self.internal or not func._schema.name.endswith("_"):
+                raise ModError(f"{self.what}: expected a function that changes nothing, got one that calls {func}")
+            func, changed = _functional(func), args[0]
         schema, name = func._schema, _MEANS.get(str(func), str(func))
-        if schema.is_mutable:
-            raise ModError(f"{self.what}: expected a function that changes nothing, got one that calls {name}")
-        if name != "aten.index.Tensor" and _looks(func):
+        by_mask = name == "aten.index.Tensor" and any(one is not None and one.dtype == torch.bool for one in args[1])
+        if by_mask or (name != "aten.index.Tensor" and _looks(func)):
             raise ModError(
                 f"{self.what}: expected a function that computes with its scalars without looking at their values "
                 f"(torch.where chooses between two), got one that calls {name}"
             )
-        if not is_known(name):
+        tensors = [one for one in _leaves((args, kwargs)) if isinstance(one, Tensor)]
+        fixed = bool(tensors) and all(self._is_fixed(one) for one in tensors)
+        if not (fixed or is_known(name)):
             raise ModError(f"{self.what}: expected a pointwise function, got one that calls {name}")
         if name == "aten.lift_fresh.default":
             return self._constant(args[0])
-        if name in _SAME and not self.keeps_copies:
+        if name in _SAME and not self.internal:
             return args[0]
         kwargs = dict(kwargs or {})
         recorded = {
@@ -104,11 +136,19 @@ class Recorder(TorchDispatchMode):
             result = func(*map(self._stand_in, args), **{key: self._stand_in(value) for key, value in kwargs.items()})
         self.steps.append(Step(name, refs, tuple(recorded.items())))
         place = len(self.steps) - 1
+        if fixed:
+            self._fixed.update(id(one) for one in _leaves(result))
+        if changed is not None:
+            return self.name(changed, f"%{place}")
         if isinstance(result, Tensor):
             return self.name(result, f"%{place}")
         if isinstance(result, (tuple, list)) and all(isinstance(one, Tensor) for one in result):
             return type(result)(self.name(one, f"%{place}.{number}") for number, one in enumerate(result))
         raise ModError(f"{self.what}: expected operators that give tensors, got {name}")
+
+    def _is_fixed(self, tensor: Tensor) -> bool:
+        name = self.names.get(id(tensor), "@")
+        return name[0] == "@" or id(tensor) in self._fixed
 
     def name(self, tensor: Tensor, name: str) -> Tensor:
         """Gives a tensor its name in the program."""
@@ -162,6 +202,7 @@ def trace(
     inputs: Sequence[str],
     score_dtype: torch.dtype,
     given: Sequence[Tensor | int | torch.SymInt] = (),
+    known_sizes: bool = False,
 ) -> Traced:
     """Records a mod.
 
@@ -170,7 +211,9 @@ def trace(
         what: Its argument's name, for messages.
         inputs: :data:`.program.SCORE_INPUTS` or :data:`.program.POSITION`.
         score_dtype: Of the score.
-        given: Further arguments: tensors and integers that the caller has found it to capture.
+        given: Further arguments, which the caller has found it to capture: tensors, integers of unknown value, which
+            stay so, and known ones.
+        known_sizes: Whether sizes of these tensors that a compiler does not fix are to be fixed.
 
     Raises:
         ModError: It is no mod.
@@ -180,23 +223,26 @@ def trace(
             torch.empty((), dtype=score_dtype if name == "score" else INDEX_DTYPE, device="meta") for name in inputs
         ]
         known = {id(scalar): name for scalar, name in zip(scalars, inputs, strict=True)}
-        arguments: list[Tensor] = []
+        arguments: list[Tensor | int] = []
         numbers: list[int | torch.SymInt] = []
         tensors: list[Tensor] = []
         for one in given:
             if isinstance(one, Tensor):
-                sizes = [size if isinstance(size, int) else 2 for size in one.shape]
+                sizes = [int(size) if known_sizes or isinstance(size, int) else 2 for size in one.shape]
                 stand_in = torch.empty(sizes, dtype=one.dtype, device="meta")
                 known[id(stand_in)] = f"@{len(tensors)}"
                 tensors.append(one)
-            else:
+            elif isinstance(one, torch.SymInt):
                 stand_in = torch.empty((), dtype=torch.int64, device="meta")
                 known[id(stand_in)] = f"#{len(numbers)}"
                 numbers.append(one)
+            else:
+                arguments.append(one)
+                continue
             arguments.append(stand_in)
         recorder = Recorder(what, known)
         recorder.captured = tensors
-        with recorder, _IndexByScalars():
+        with recorder, _WithoutValues():
             result = function(*scalars, *arguments)
     return Traced(_finished(recorder, result), tuple(recorder.captured), tuple(numbers))
 
@@ -254,30 +300,45 @@ class _Unseen(Exception):
     """Something can change without notice."""
 
 
+_CONSTANT = ("torch", "math", "cmath", "operator", "builtins")
+"""Packages whose modules, classes and functions see what does not change."""
+
+
+def _is_constant(module: str | None) -> bool:
+    return module is not None and module.split(".")[0] in _CONSTANT
+
+
 def _sight(value: Any, open_functions: set[int]) -> Hashable:
     """What a value is as far as a program goes."""
     if value is None or isinstance(value, (bool, int, float, str, torch.dtype, torch.device)):
-        return type(value), value
-    if isinstance(value, Tensor):
-        return Tensor, id(value)
-    if isinstance(value, (types.ModuleType, types.BuiltinFunctionType, type)):
+        return type(value), repr(value)  # repr: 0.0 is not -0.0, and nan is nan
+    if type(value) in (Tensor, torch.nn.Parameter):
+        return Tensor, id(value), tuple(value.shape), value.dtype, value.device
+    if isinstance(value, types.ModuleType) and _is_constant(value.__name__):
         return id(value)
-    if isinstance(value, (tuple, list)):
+    if isinstance(value, type) and _is_constant(value.__module__):
+        return id(value)
+    if isinstance(value, types.BuiltinFunctionType) and isinstance(value.__self__, types.ModuleType):
+        return id(value)
+    if type(value) in (tuple, list):
         return type(value), tuple(_sight(one, open_functions) for one in value)
-    if not isinstance(value, types.FunctionType):
+    if not isinstance(value, types.FunctionType) or value.__dict__:
         raise _Unseen
     if id(value) in open_functions:
         return id(value)
     open_functions.add(id(value))
-    code = value.__code__
     try:
         cells = tuple(_sight(cell.cell_contents, open_functions) for cell in value.__closure__ or ())
     except ValueError:  # a cell that is empty yet
         raise _Unseen from None
-    names = [name for name in code.co_names if name in value.__globals__]
-    if value.__module__ is not None and value.__module__.split(".")[0] == "torch":
-        names = []  # PyTorch's own functions see what does not change
-    return (
-        code, cells, _sight(value.__defaults__, open_functions),
-        tuple((name, _sight(value.__globals__[name], open_functions)) for name in names),
-    )  # fmt: skip
+    found = [value.__code__, cells, _sight(value.__defaults__, open_functions)]
+    found += [(name, _sight(default, open_functions)) for name, default in sorted((value.__kwdefaults__ or {}).items())]
+    if not _is_constant(value.__module__):
+        names = [name for name in sorted(_names(value.__code__)) if name in value.__globals__]
+        found += [(name, _sight(value.__globals__[name], open_functions)) for name in names]
+    return tuple(found)
+
+
+def _names(code: types.CodeType) -> set[str]:
+    """The names that a function's code and the code within it look up."""
+    return set(code.co_names).union(*(_names(one) for one in code.co_consts if isinstance(one, types.CodeType)))

@@ -6,6 +6,7 @@ soft cap, and the lists visit what these show, the call is one of ``sdpa_forward
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 from typing import Any
 
@@ -65,21 +66,31 @@ def options_of(features: Features, q_len: int, kv_len: int) -> dict[str, Any] | 
     return None
 
 
-_consistent: WeakIdKeyDictionary = WeakIdKeyDictionary()
+_agreeing: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
 
 def lists_agree(blocks: BlockLists, features: Features, q_len: int, kv_len: int) -> bool:
-    """Whether lists visit what a mask shows, and count as whole only what it shows wholly; remembered by the lists."""
-    key = (features, q_len, kv_len, blocks.sizes)
-    lists = (blocks.part_count, blocks.part_index, blocks.full_count, blocks.full_index)
-    versions = [(id(one), one._version) for one in lists if one is not None and not one.is_inference()]
-    found = _consistent.get(blocks.part_index)
-    if found is not None and found[0] == (key, versions):
-        return bool(found[1])
-    if blocks.part_index.is_cuda and torch.cuda.is_current_stream_capturing():
+    """Whether lists visit what a mask shows, and count as whole only what it shows wholly.
+
+    It is remembered of the very tensors while nothing has changed them, as far as their versions tell.
+    """
+    lists = [blocks.part_count, blocks.part_index]
+    if blocks.full_count is not None and blocks.full_index is not None:
+        lists += [blocks.full_count, blocks.full_index]
+    has_versions = not any(one.is_inference() for one in lists)
+    key = (features, q_len, kv_len, blocks.sizes, *(one._version for one in lists if has_versions))
+    found = _agreeing.get(lists[1]) if has_versions else None
+    if (
+        found is not None
+        and found[0] == key
+        and all(one() is other for one, other in zip(found[1], lists, strict=False))
+    ):
+        return bool(found[2])
+    if lists[0].is_cuda and torch.cuda.is_current_stream_capturing():
         return False
     agree = flex_blockwise.lists_agree(blocks, features.high, features.low, q_len, kv_len)
-    _consistent[blocks.part_index] = ((key, versions), agree)
+    if has_versions:
+        _agreeing[lists[1]] = (key, [weakref.ref(one) for one in lists], agree)
     return agree
 
 
