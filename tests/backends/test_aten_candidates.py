@@ -48,7 +48,7 @@ def test_masks_are_refused_with_what_is_known(config, report):
         ("flash", {}), ("flash", {"q_len": 512, "diagonal": 512}), ("efficient", {"q_len": 512, "diagonal": 0}),
         ("efficient", {"dtype": torch.float32}), ("efficient", {"value_dim": 128}), ("math", {"q_len": 64}),
         ("cudnn", {"mask_dtype": torch.bool, "mask_sizes": (2, 1, 1, 1024)}),
-        ("cudnn", {"mask_dtype": torch.bfloat16, "mask_sizes": (1, 1, 1024, 1024)}),
+        ("cudnn", {"mask_dtype": torch.float16, "mask_sizes": (1, 1, 1024, 1024), "dtype": torch.float16}),
     ],
 )  # fmt: skip
 def test_taken(config, fields):
@@ -67,6 +67,7 @@ def test_taken(config, fields):
         ("efficient", {"backward": True, "lse_grad": True}), ("math", {"mask_grad": True}),
         ("cudnn", {"mask_dtype": torch.float32, "mask_sizes": (1, 1, 1024, 1024)}),
         ("cudnn", {"mask_dtype": torch.bool, "mask_sizes": (1, 1, 1024, 1)}),
+        ("cudnn", {"mask_dtype": torch.bfloat16, "mask_sizes": (1, 1, 1024, 1024)}),
         ("cudnn", {"mask_dtype": torch.bool, "mask_sizes": (2, 4, 1024, 1024)}),
     ],
 )  # fmt: skip

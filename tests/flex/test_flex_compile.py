@@ -295,3 +295,18 @@ def test_misuse_is_told():
     torch._dynamo.reset()
     with pytest.raises(Exception, match="block_mask"):
         _compiled("aot_eager")(*q_k_v, None, _lists(length=16))
+
+
+@pytest.mark.parametrize("read", ["product", "table"])
+def test_a_size_that_a_mod_computes_with_is_the_right_one(read):
+    function = _compiled("aot_eager", dynamic=True)
+    for length in (24, 30, 41):
+        table = torch.randn(2, length)
+
+        def score_mod(score, b, h, q_idx, kv_idx, table=table):
+            if read == "product":
+                return score * table.shape[1] + table[h, kv_idx]
+            return score + table.flatten()[h * table.shape[1] + kv_idx]
+
+        q, k, v = operands(2, length)
+        close(function(q, k, v, score_mod), dense(q, k, v, score_mod)[0], 1e-4, "out")

@@ -44,7 +44,7 @@ def test_against_autograd(mod):
     first, wanted, rest = hoisted(found.program)
     captured = [tensor.detach() for tensor in run(first, wanted, found.captured)]
     rule = derivative(
-        rest,
+        rest.text,
         tuple((tensor.dtype, tuple(tensor.shape)) for tensor in captured),
         tuple(range(len(captured))),
         torch.float64,
@@ -79,3 +79,18 @@ def test_against_autograd(mod):
             totals[load.captured] += gradient.sum()
     for total, gradient in zip(totals, expected[1:], strict=True):
         torch.testing.assert_close(total, torch.zeros_like(total) if gradient is None else gradient)
+
+
+def test_literals_of_other_kinds_are_other_derivatives():
+    found = []
+    for literal in (0.0, -0.0):
+
+        def signed(score, b, h, q_idx, kv_idx, literal=literal):
+            return torch.copysign(score, torch.tensor(literal, dtype=torch.float64))
+
+        text = traced(signed, "score_mod", torch.float64).program.text
+        rule = derivative(text, (), (), torch.float64)
+        grid = dict.fromkeys(POSITION, torch.zeros(1, 1, 1, 1, dtype=torch.int32))
+        inputs = {"score": torch.ones(1, 1, 1, 1, dtype=torch.float64), GRAD: torch.ones(1, 1, 1, 1), **grid}
+        found += [one.item() for one in evaluate(rule.steps, [rule.score], inputs, [])]
+    assert found == [1.0, -1.0]

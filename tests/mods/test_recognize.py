@@ -38,7 +38,9 @@ def of_score(mod):
         (lambda b, h, i, j: 2 * i - 3 >= 2 * j, Features(high=-2)), (lambda b, h, i, j: 5 - j > -i, Features(high=4)),
         (lambda b, h, i, j: i >= 2 * j, None), (lambda b, h, i, j: i >= j + h, None),
         (or_masks(causal, lambda b, h, i, j: j < 5), None), (lambda b, h, i, j: i // 2 >= j // 2, None),
-        (lambda b, h, i, j: j < 100, None),
+        (lambda b, h, i, j: j < 100, None), (lambda b, h, i, j: torch.rsub(j - i, 5) >= 0, Features(high=5)),
+        (lambda b, h, i, j: torch.rsub(j - i, 5, alpha=2) >= 0, None),
+        (lambda b, h, i, j: torch.sub(i * 1.0, j, alpha=1.5) >= 0, None),
     ],
 )  # fmt: skip
 def test_masks(mask, features):
@@ -50,6 +52,7 @@ def test_masks(mask, features):
     [
         (lambda s, b, h, i, j: 20 * torch.tanh(s / 20), Features(softcap=20.0)),
         (lambda s, b, h, i, j: torch.tanh(s * 0.25) * 4.0, Features(softcap=4.0)),
+        (lambda s, b, h, i, j: 5 * torch.tanh(torch.div(s, 5, rounding_mode="floor")), None),
         (lambda s, b, h, i, j: torch.tanh(s / 20) * 21, None), (lambda s, b, h, i, j: torch.tanh(20 / s) * 20, None),
         (lambda s, b, h, i, j: torch.where(i >= j, s, -INF), Features(high=0)),
         (lambda s, b, h, i, j: torch.where(i >= j, 9 * torch.tanh(s / 9), -INF), Features(0, None, 9.0)),

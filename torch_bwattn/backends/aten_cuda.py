@@ -141,6 +141,8 @@ class Cudnn(Fused):
             return "it is called for causality between equal lengths only"
         if problem.mask_dtype not in (None, torch.bool, problem.dtype):
             return f"it takes masks of bool or of the query's dtype, got {problem.mask_dtype}"
+        if problem.mask_dtype == torch.bfloat16:
+            return "whether a row of the least bfloat16 is right in it, whose exponents may overflow, was not measured"
         if problem.mask_sizes is not None and problem.mask_sizes[3] != problem.kv_len:
             return f"it takes masks of as many columns as keys, got {problem.mask_sizes[3]} for {problem.kv_len}"
         return mask_copy_refusal(problem, math.prod(problem.mask_sizes or ()))

@@ -8,8 +8,9 @@ For a block of rows and the keys that any of them may see::
     dQ = scale * dX K     dK = scale * dX^T Q     of what the mod reads of captured tensors, dS * d score_mod / d value
 
 (i, j) is shown by a block that counts as full, and by one that counts as partial where ``mask_mod`` says so; without
-lists of blocks by ``mask_mod`` alone. Keys in blocks that no row of a block of rows visits are not touched. Scores are
-held in float32, in float64 for float64 inputs; they take no more memory than the inputs do.
+lists of blocks by ``mask_mod`` alone. Keys in blocks that no row of a block of rows visits are not touched, but while a
+CUDA graph is captured. Scores are held in float32, in float64 for float64 inputs; those of a block of rows are no more
+than the inputs have elements, and so is each result of a mod's steps, but for vectors, times their lengths.
 """
 
 from __future__ import annotations
@@ -105,6 +106,8 @@ class _Visited:
 
     def keys(self, rows: range, kv_len: int) -> Tensor | None:
         """Positions of the keys that some of the rows visit; None for all."""
+        if self.part.is_cuda and torch.cuda.is_current_stream_capturing():
+            return None  # what is in the lists is not known before a replay
         some = slice(rows.start // self.sizes[0], (rows.stop - 1) // self.sizes[0] + 1)
         seen = (self.part[:, :, some] | self.full[:, :, some]).flatten(0, 2).any(0)
         if bool(seen.all()):
@@ -282,7 +285,7 @@ def _add_heads(block: _Rows, total: Tensor, part: Tensor) -> None:
 def _derivative(mod: Mod, wanted: tuple[bool, ...], dtype: torch.dtype) -> Derivative:
     kinds = tuple((tensor.dtype, tuple(tensor.shape)) for tensor in mod.captured)
     places = tuple(place for place, want in enumerate(wanted) if want)
-    return derivative(mod.program, kinds, places, dtype, len(mod.numbers))
+    return derivative(mod.program.text, kinds, places, dtype, len(mod.numbers))
 
 
 def _through_mod(
@@ -315,7 +318,7 @@ def _through_mod(
     return by_score
 
 
-def lists_agree(blocks: BlockLists, high: int | None, low: int | None, q_len: int, kv_len: int) -> bool:
+def visits_what_shows(blocks: BlockLists, high: int | None, low: int | None, q_len: int, kv_len: int) -> bool:
     """Whether lists visit every block in which some ``low <= j - i <= high``, and whole only those in which all are."""
     part, full = _both(blocks, kv_len)
     rows, columns = part.shape[2:]

@@ -46,8 +46,8 @@ def flex_attention(
         key: ``[B, Hkv, S, D]``, of the query's dtype; beside a block mask its batch may be 1.
         value: ``[B, Hkv, S, Dv]``; likewise.
         score_mod: ``score_mod(score, b, h, q_idx, kv_idx)``, all tensors without dimensions: the score (float32,
-            float64 for float64 operands) that takes its place. It may read other tensors; those of floating point get
-            gradients.
+            float64 for float64 operands) that takes its place. Positions are int32, as in PyTorch's compiled kernels.
+            It may read other tensors; those of floating point get gradients.
         block_mask: Which scores count, as ``create_block_mask`` makes it, for these lengths. Its lists of blocks are
             kept to; its ``mask_mod`` decides in the blocks that are listed as partial.
         scale: Multiplies the scores before the mod; None means ``1 / sqrt(D)``.
@@ -174,7 +174,8 @@ def _arguments(what: str, mod: Traced | None, device: torch.device) -> list[Any]
             given = f"captured tensor {place}, {list(tensor.shape)} {tensor.dtype}, on {tensor.device}"
             raise ValueError(_expected(what, f"captured tensors on {device}", given))
     first, wanted, rest = hoisted(mod.program)
-    return [rest.text, run(first, wanted, mod.captured), list(mod.numbers)]
+    captured = [tensor if tensor.dim() else tensor.to(device) for tensor in run(first, wanted, mod.captured)]
+    return [rest.text, captured, list(mod.numbers)]
 
 
 def _changes_nothing(program: Program) -> bool:
@@ -250,8 +251,13 @@ def _blocks(query: Tensor, key: Tensor, block_mask: BlockMask | None) -> Blocks:
             _expected("block_mask", f"one for lengths {wanted_lengths}, the query's and key's", f"one for {lengths}")
         )
     counts, index = block_mask.kv_num_blocks, block_mask.kv_indices
-    if counts.device != query.device:
-        raise ValueError(_expected("block_mask", f"lists on {query.device}, the query's device", counts.device))
+    for one in (counts, index, block_mask.full_kv_num_blocks, block_mask.full_kv_indices):
+        if one is not None and one.device != query.device:
+            raise ValueError(_expected("block_mask", f"lists on {query.device}, the query's device", one.device))
+    rows = -(-query.shape[2] // block_mask.BLOCK_SIZE[0])
+    if counts.shape[-1] < rows or index.shape[-2] < rows:
+        given_rows = min(counts.shape[-1], index.shape[-2])
+        raise ValueError(_expected("block_mask", f"lists of {rows} rows of blocks or more", given_rows))
     given = (1, 1, *counts.shape)[-3:-1]
     for name, size, most in zip(("batch", "heads"), given, query.shape[:2], strict=True):
         if size not in (1, most):

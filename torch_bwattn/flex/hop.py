@@ -55,27 +55,36 @@ class _FlexHop(HigherOrderOperator):
 def _traced(
     mod: torch.fx.GraphModule, what: str, inputs: Sequence[str], score_dtype: torch.dtype, given: Sequence[Any]
 ) -> Traced:
-    """A mod's graph as a program; where it needs the value of a captured number, for this value alone."""
-    mod = _without_items(mod)
-    try:
-        return trace(mod, what, inputs, score_dtype, given)
-    except (ModError, TypeError, RuntimeError, IndexError, AssertionError):
-        sizes = [size for one in given if isinstance(one, Tensor) for size in one.shape]
-        if not any(isinstance(one, torch.SymInt) for one in (*given, *sizes)):
-            raise
+    """A mod's graph as a program; where it needs the value of a captured number or size, for this value alone."""
+    mod = _without_items(mod, score_dtype)
+    numbers = any(isinstance(one, torch.SymInt) for one in given)
+    sizes = any(isinstance(size, torch.SymInt) for one in given if isinstance(one, Tensor) for size in one.shape)
+    if numbers or sizes:
+        try:
+            found, other = (trace(mod, what, inputs, score_dtype, given, size) for size in _TWO_SIZES)
+        except (ModError, TypeError, RuntimeError, IndexError, AssertionError):
+            pass
+        else:
+            if found.program == other.program:  # no size is in it
+                return found
     known = [int(one) if isinstance(one, torch.SymInt) else one for one in given]
-    return trace(mod, what, inputs, score_dtype, known, known_sizes=True)
+    return trace(mod, what, inputs, score_dtype, known)
 
 
-def _without_items(mod: torch.fx.GraphModule) -> torch.fx.GraphModule:
-    """Captured floats come as tensors of which graphs take the value; a mod computes with the tensors as well."""
+_TWO_SIZES = (7, 11)
+
+
+def _without_items(mod: torch.fx.GraphModule, score_dtype: torch.dtype) -> torch.fx.GraphModule:
+    """Captured floats come as float64 tensors of which graphs take the value: as tensors of the score's dtype instead.
+
+    They are beside the score what a Python number is.
+    """
     if not any(node.op == "call_method" and node.target == "item" for node in mod.graph.nodes):
         return mod
     graph = copy.deepcopy(mod.graph)
     for node in list(graph.nodes):
         if node.op == "call_method" and node.target == "item":
-            node.replace_all_uses_with(node.args[0])
-            graph.erase_node(node)
+            node.target, node.args = "to", (node.args[0], score_dtype)
     return torch.fx.GraphModule(mod, graph)
 
 

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
-from .program import INDEX_DTYPE, POSITION, Program, Ref, Step, call_step, refs
+from .program import INDEX_DTYPE, POSITION, Ref, Step, call_step, parsed, refs
 from .trace import Recorder
 
 GRAD = "grad"
@@ -57,7 +57,7 @@ class Derivative:
 
 @functools.lru_cache(maxsize=1024)
 def derivative(
-    program: Program,
+    text: str,
     kinds: tuple[tuple[torch.dtype, tuple[int, ...]], ...],
     wanted: tuple[int, ...],
     score_dtype: torch.dtype,
@@ -66,7 +66,7 @@ def derivative(
     """Of a mod, by its score and by the values that it reads of some captured tensors.
 
     Args:
-        program: The mod, nothing of which only captured tensors decide (:func:`.program.hoisted`).
+        text: The mod's program, nothing of which only captured tensors decide (:func:`.program.hoisted`).
         kinds: (dtype, shape) of each captured tensor.
         wanted: Which of these need gradients.
         score_dtype: Of the score.
@@ -75,6 +75,7 @@ def derivative(
     Raises:
         NotImplementedError: An operator has no derivative.
     """
+    program = parsed(text)
     recorder = Recorder("score_mod", {}, internal=True)
     with _disable_current_modes(), torch.enable_grad():
         score, grad = _meta(score_dtype, requires_grad=True), _meta(score_dtype)

@@ -56,9 +56,9 @@ class Step:
         return self.op.split(".")[1]
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False)
 class Program:
-    """Steps, and what of them is the result."""
+    """Steps, and what of them is the result; equal where their texts are, which tell 1 from 1.0 and 0.0 from -0.0."""
 
     steps: tuple[Step, ...]
     result: Ref
@@ -71,9 +71,11 @@ class Program:
         ]
         return json.dumps({"format": _FORMAT, "steps": steps, "result": _packed(self.result)}, separators=(",", ":"))
 
-    def reads(self, name: str) -> bool:
-        """Whether an input decides anything."""
-        return any(ref.name == name for step in self.steps for ref in refs(step)) or self.result.name == name
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Program) and self.text == other.text
+
+    def __hash__(self) -> int:
+        return hash(self.text)
 
 
 def refs(step: Step) -> list[Ref]:
@@ -187,12 +189,17 @@ def evaluate(
     values: dict[str, _Value] = {name: _Value(tensor) for name, tensor in grid.items()}
     values |= {f"@{place}": _alone(tensor) for place, tensor in enumerate(captured)}
     values |= {f"#{place}": _alone(torch.full((), int(number), device=device)) for place, number in enumerate(numbers)}
+    last = {ref.name: place for place, step in enumerate(steps) for ref in refs(step)}
+    last |= dict.fromkeys((ref.name for ref in results), len(steps))
     for place, step in enumerate(steps):
         found = _evaluated(step, values, device)
         if isinstance(found, _Value):
             values[f"%{place}"] = found
         else:
             values |= {f"%{place}.{number}": one for number, one in enumerate(found)}
+        for ref in refs(step):  # a whole grid each
+            if last[ref.name] == place:
+                values.pop(ref.name, None)
     return tuple(values[ref.name].tensor for ref in results)
 
 
@@ -279,13 +286,15 @@ def _reduced(step: Step, one: _Value) -> _Value:
     dims = next((argument for argument in step.args[1:2] if argument not in (None, ())), tuple(range(one.own)))
     dims = sorted((dim % one.own for dim in (dims if isinstance(dims, tuple) else (dims,))), reverse=True)
     keeps = len(step.args) > 2 and step.args[2] is True
-    found = one.tensor
+    found, kwargs = one.tensor, dict(step.kwargs)
     for dim in dims:
-        found = getattr(torch, step.base)(found, dim=dim + 4, keepdim=keeps)
+        found = getattr(torch, step.base)(found, dim=dim + 4, keepdim=keeps, **kwargs)
     return _Value(found, one.own if keeps else one.own - len(dims))
 
 
 def _indexed(table: _Value, index: Sequence[_Value]) -> _Value:
+    if any(one.own for one in index):
+        raise NotImplementedError("flex_attention: a mod's tensor indexed by a vector; nearest: by scalars")
     positions = [one.tensor.to(torch.int64) for one in index]
     if table.tensor.shape[:4] == (1, 1, 1, 1):
         return _Value(table.tensor[0, 0, 0, 0][tuple(positions)], table.own - len(index))

@@ -39,6 +39,9 @@ class _Unknown(Exception):
     """A part of a mod that is no such feature, named."""
 
 
+_NUMBERS = ("full", "full_like", "new_full", "new_ones", "ones", "ones_like", "scalar_tensor")
+
+
 class _Reader:
     def __init__(self, program: Program) -> None:
         self.program = program
@@ -46,18 +49,24 @@ class _Reader:
     def step(self, value: Any) -> Step:
         if not isinstance(value, Ref) or value.name[0] != "%" or "." in value.name:
             raise _Unknown(f"it reads {value.name}" if isinstance(value, Ref) else f"it has {value}")
-        return self.program.steps[int(value.name[1:])]
+        step = self.program.steps[int(value.name[1:])]
+        makes = step.base in _NUMBERS
+        if not makes and any((name, given) != ("alpha", 1) for name, given in step.kwargs):
+            raise _Unknown(f"it calls {step.op} with {step.kwargs[0][0]}")
+        return step
 
     def constant(self, value: Any) -> float | bool:
         """A literal, or a scalar that is made from one."""
         if isinstance(value, (bool, int, float)):
             return value
         step = self.step(value)
-        if step.base in ("full", "scalar_tensor", "full_like", "new_full"):
-            found: float | bool = next(one for one in reversed(step.args) if isinstance(one, (bool, int, float)))
+        if step.base in _NUMBERS:
+            numbers = (one for one in reversed(step.args) if isinstance(one, (bool, int, float)))
+            found: float | bool = True if "ones" in step.base else next(numbers)
+            dtype = dict(step.kwargs).get("dtype")
+            if dtype is not None and not dtype.is_floating_point and found not in (True, False, math.floor(found)):
+                raise _Unknown(f"it has {found} as {dtype}")
             return found
-        if step.base in ("ones", "new_ones", "ones_like"):
-            return True
         if step.base == "neg":
             return -self.constant(step.args[0])
         raise _Unknown(f"{step.op} is no number")
@@ -79,9 +88,11 @@ class _Reader:
             return _times(self.linear(step.args[0]), -1)
         if step.base in ("add", "sub", "rsub"):
             a, b = self.linear(step.args[0]), self.linear(step.args[1])
-            alpha = dict(step.kwargs).get("alpha", step.args[2] if len(step.args) > 2 else 1)
-            b = _times(b, int(alpha) * (1 if step.base == "add" else -1))
-            return _plus(_times(a, -1), _times(b, -1)) if step.base == "rsub" else _plus(a, b)
+            if len(step.args) > 2:
+                raise _Unknown(f"it calls {step.op} with {step.args[2]}")
+            if step.base == "rsub":
+                a, b = b, a
+            return _plus(a, b) if step.base == "add" else _plus(a, _times(b, -1))
         if step.base == "mul":
             a, b = self.linear(step.args[0]), self.linear(step.args[1])
             if a[:2] != (0, 0) and b[:2] != (0, 0):

@@ -11,6 +11,8 @@ turn. A function that sees anything else (an object, whose attributes may change
 from __future__ import annotations
 
 import dataclasses
+import dis
+import functools
 import types
 import weakref
 from collections.abc import Callable, Hashable, Mapping, Sequence
@@ -62,6 +64,8 @@ class _WithoutValues(TorchFunctionMode):
             if any(isinstance(one, Tensor) for one in index) and all(isinstance(one, (Tensor, int)) for one in index):
                 tensors = [one if isinstance(one, Tensor) else torch.full((), one) for one in index]
                 return torch.ops.aten.index.Tensor(table, tensors)
+        if func in (Tensor.tolist, Tensor.numpy):
+            raise ModError(f"mod: expected a function that computes with tensors, got one that calls {func.__name__}")
         if func is Tensor.new_tensor:
             return torch.tensor(args[1], dtype=kwargs.get("dtype", args[0].dtype))
         if func is torch.tensor and kwargs.get("device") is not None and torch.device(kwargs["device"]).type == "meta":
@@ -202,7 +206,7 @@ def trace(
     inputs: Sequence[str],
     score_dtype: torch.dtype,
     given: Sequence[Tensor | int | torch.SymInt] = (),
-    known_sizes: bool = False,
+    unknown_size: int | None = None,
 ) -> Traced:
     """Records a mod.
 
@@ -213,7 +217,7 @@ def trace(
         score_dtype: Of the score.
         given: Further arguments, which the caller has found it to capture: tensors, integers of unknown value, which
             stay so, and known ones.
-        known_sizes: Whether sizes of these tensors that a compiler does not fix are to be fixed.
+        unknown_size: Stands for each size of these tensors that a compiler does not fix; None fixes it.
 
     Raises:
         ModError: It is no mod.
@@ -228,7 +232,9 @@ def trace(
         tensors: list[Tensor] = []
         for one in given:
             if isinstance(one, Tensor):
-                sizes = [int(size) if known_sizes or isinstance(size, int) else 2 for size in one.shape]
+                sizes = [
+                    unknown_size if unknown_size and not isinstance(size, int) else int(size) for size in one.shape
+                ]
                 stand_in = torch.empty(sizes, dtype=one.dtype, device="meta")
                 known[id(stand_in)] = f"@{len(tensors)}"
                 tensors.append(one)
@@ -284,7 +290,7 @@ def traced(function: Callable[..., Any], what: str, score_dtype: torch.dtype = t
     if not callable(function):
         raise TypeError(f"{what}: expected a function or None, got {type(function).__name__}")
     try:
-        seen: Hashable = (what, score_dtype, _sight(function, set()))
+        seen: Hashable = (what, score_dtype, torch.get_default_dtype(), _sight(function, set()))
         found = _traced.get(function)
     except _Unseen:
         seen, found = None, None
@@ -326,6 +332,8 @@ def _sight(value: Any, open_functions: set[int]) -> Hashable:
         raise _Unseen
     if id(value) in open_functions:
         return id(value)
+    if _imports(value.__code__):
+        raise _Unseen
     open_functions.add(id(value))
     try:
         cells = tuple(_sight(cell.cell_contents, open_functions) for cell in value.__closure__ or ())
@@ -337,6 +345,13 @@ def _sight(value: Any, open_functions: set[int]) -> Hashable:
         names = [name for name in sorted(_names(value.__code__)) if name in value.__globals__]
         found += [(name, _sight(value.__globals__[name], open_functions)) for name in names]
     return tuple(found)
+
+
+@functools.lru_cache(maxsize=1024)
+def _imports(code: types.CodeType) -> bool:
+    """Whether a function's code imports something, or code within it."""
+    within = (one for one in code.co_consts if isinstance(one, types.CodeType))
+    return any(one.opname == "IMPORT_NAME" for one in dis.get_instructions(code)) or any(map(_imports, within))
 
 
 def _names(code: types.CodeType) -> set[str]:

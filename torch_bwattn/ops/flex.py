@@ -79,6 +79,8 @@ def lists_agree(blocks: BlockLists, features: Features, q_len: int, kv_len: int)
         lists += [blocks.full_count, blocks.full_index]
     has_versions = not any(one.is_inference() for one in lists)
     key = (features, q_len, kv_len, blocks.sizes, *(one._version for one in lists if has_versions))
+    if lists[0].is_cuda and torch.cuda.is_current_stream_capturing():
+        return False  # what is in them at a replay is not known
     found = _agreeing.get(lists[1]) if has_versions else None
     if (
         found is not None
@@ -86,9 +88,7 @@ def lists_agree(blocks: BlockLists, features: Features, q_len: int, kv_len: int)
         and all(one() is other for one, other in zip(found[1], lists, strict=False))
     ):
         return bool(found[2])
-    if lists[0].is_cuda and torch.cuda.is_current_stream_capturing():
-        return False
-    agree = flex_blockwise.lists_agree(blocks, features.high, features.low, q_len, kv_len)
+    agree = flex_blockwise.visits_what_shows(blocks, features.high, features.low, q_len, kv_len)
     if has_versions:
         _agreeing[lists[1]] = (key, [weakref.ref(one) for one in lists], agree)
     return agree
@@ -113,8 +113,8 @@ def _check_pin() -> None:
     pin = pinned()
     if pin not in (None, "auto", _BLOCKWISE):
         raise UnsupportedProblem(
-            f"flex_attention: backend {pin} was pinned, which takes mods that are causality, windows and soft caps "
-            f"only; nearest: {_BLOCKWISE}"
+            f"flex_attention: backend {pin} was pinned, which takes mods that are causality, windows and soft caps, "
+            f"lists of blocks that visit what these show, and no max_scores; nearest: {_BLOCKWISE}"
         )
 
 
@@ -157,7 +157,6 @@ def backward(
     options = _route(x)
     captured = mods[1]
     if options is None:
-        _check_pin()
         dq, dk, dv, found = flex_blockwise.backward(x, grad_out, grad_lse, lse, wanted)
         return dq, dk, dv, [query.new_empty(0) if one is None else one for one in found]
     k, v = _one_batch(x)

@@ -1,6 +1,6 @@
 """Schemas of the ``bwattn`` operators, and the library object that holds their registrations.
 
-Two composites are what users call; they validate, autocast, broadcast to 4-D and draw the dropout seed, then call two
+Composites are what users call; they validate, autocast, broadcast to 4-D and draw the dropout seed, then call
 primitives, which are pure functions of their arguments and so can be traced, saved, recomputed and compared at will:
 
     sdpa, sdpa_with_lse  ->  sdpa_forward  <->  sdpa_backward
