@@ -15,7 +15,7 @@ from torch_bwattn.flex.attention import flex_attention
 from .dense import check, operands
 
 _MOST = 48
-_SETTINGS = settings(max_examples=60, deadline=None, derandomize=True, database=None)
+_SETTINGS = settings(max_examples=30, deadline=None, derandomize=True, database=None)
 
 
 def _tables():

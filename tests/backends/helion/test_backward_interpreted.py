@@ -253,7 +253,7 @@ def check(features: Features, call: Call, tensors: Tensors | None = None, **rest
 
 
 @pytest.mark.parametrize("features", FEATURES, ids=str)
-@example_settings(max_examples=share(0.04))
+@example_settings(max_examples=share(0.02))
 @given(data=st.data())
 def test_drawn_problems(features, data):
     check(features, data.draw(problems(features)))

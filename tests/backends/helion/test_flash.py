@@ -161,11 +161,13 @@ def drawn_mask(*sizes, dtype=torch.float32):
     return torch.randn(sizes, generator=torch.Generator().manual_seed(2)).masked_fill(~kept, -torch.inf).to(dtype)
 
 
-# Every way in which a mask may be broadcast, hiding or added in turns.
+# Each way to a mask's plane, with and without rows and columns, hiding or added in turns: each is a kernel of its own.
 MASKS = [
-    drawn_mask(*(1 if one else most for one, most in zip(pattern, (2, 2, 70, 130), strict=True)), dtype=dtype)
-    for pattern, dtype in zip(
-        itertools.product((False, True), repeat=4), itertools.cycle((torch.bool, torch.float32)), strict=False
+    drawn_mask(*sizes, dtype=dtype)
+    for sizes, dtype in zip(
+        ((1, 1, 1, 1), (2, 1, 70, 130), (1, 2, 70, 130), (2, 2, 70, 130), (2, 1, 1, 130), (1, 2, 70, 1)),
+        itertools.cycle((torch.bool, torch.float32)),
+        strict=False,
     )
 ]
 CALLS = (

@@ -279,7 +279,7 @@ def check(features: Features, problem: Problem, run=launch, **options) -> None:
 
 @interpreted
 @pytest.mark.parametrize("features", FEATURES, ids=str)
-@settings(max_examples=share(0.04))
+@settings(max_examples=share(0.02))
 @given(data=st.data())
 def test_drawn_problems(features, data):
     check(features, data.draw(problems(features)))
