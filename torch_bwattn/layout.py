@@ -55,6 +55,17 @@ def conform(result: Tensor, like: Tensor) -> Tensor:
     return out.copy_(result)
 
 
+def folded(tensor: Tensor, kv_heads: int) -> Tensor:
+    """``[B, Hq, R, X]`` -> ``[B, Hkv, G * R, X]``: the rows of a group's heads under their key head."""
+    batch, heads, rows, width = tensor.shape
+    return tensor.reshape(batch, kv_heads, heads // kv_heads * rows, width)
+
+
+def lse_dtype(operands: torch.dtype) -> torch.dtype:
+    """Of scores' sums and logarithms beside operands of a dtype."""
+    return torch.float64 if operands == torch.float64 else torch.float32
+
+
 def collapsed(mask: Tensor) -> Tensor:
     """A view of a 4-D mask with size 1 where it is expanded, as it lies in memory."""
     for dim, (size, stride) in enumerate(zip(mask.shape, mask.stride(), strict=True)):

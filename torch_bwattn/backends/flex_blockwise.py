@@ -16,16 +16,15 @@ than the inputs have elements, and so is each result of a mod's steps, but for v
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor
 
-from ..layout import empty_like_order
+from ..layout import empty_like_order, folded, lse_dtype
 from ..mods.derivative import GRAD, Derivative, derivative
 from ..mods.program import INDEX_DTYPE, POSITION, Program, evaluate
-
-_SMALLEST_BUDGET = 2**18  # scores of a block of rows: below this, its overhead outweighs its arithmetic
+from .reference import SMALLEST_BUDGET
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,6 +34,10 @@ class Mod:
     program: Program
     captured: Sequence[Tensor] = ()
     numbers: Sequence[int] = ()
+
+    def __call__(self, inputs: Mapping[str, Tensor]) -> Tensor:
+        (found,) = evaluate(self.program.steps, [self.program.result], inputs, self.captured, self.numbers)
+        return found
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,7 +77,7 @@ class FlexInputs:
     @property
     def dtype(self) -> torch.dtype:
         """Of scores."""
-        return torch.float64 if self.q.dtype == torch.float64 else torch.float32
+        return lse_dtype(self.q.dtype)
 
 
 def _dense(count: Tensor, index: Tensor, columns: int) -> Tensor:
@@ -126,8 +129,7 @@ class _Rows:
 
     rows: slice
     keys: Tensor | None
-    x: FlexInputs
-    grid: tuple[Tensor, Tensor, Tensor, Tensor]  # b, h, q_idx, kv_idx
+    grid: dict[str, Tensor]  # the positions, each along its own of four dimensions
     shown: Tensor | None
 
     def of_keys(self, tensor: Tensor) -> Tensor:
@@ -146,64 +148,44 @@ def _blocks_of_rows(x: FlexInputs) -> Iterator[_Rows]:
     visited = None
     if x.blocks is not None:
         visited = _Visited(*_both(x.blocks, kv_len), x.blocks.sizes)
-    budget = max(x.q.numel() + x.k.numel() + x.v.numel(), _SMALLEST_BUDGET)
+    budget = max(x.q.numel() + x.k.numel() + x.v.numel(), SMALLEST_BUDGET)
     step = max(1, budget // max(1, batch * heads * kv_len))
     if visited is not None:  # rows of one row of blocks, or of whole ones
         size = visited.sizes[0]
         step = step // size * size if step >= size else step
+    every = [torch.arange(size, device=x.q.device) for size in (batch, heads, q_len, kv_len)]
     for start in range(0, q_len, step):
         stop = min(start + step, q_len)
         if visited is not None and step < visited.sizes[0]:
             stop = min(stop, (start // visited.sizes[0] + 1) * visited.sizes[0])
         keys = None if visited is None else visited.keys(range(start, stop), kv_len)
-        lengths = (batch, heads)
-        b, h = (torch.arange(size, dtype=INDEX_DTYPE, device=x.q.device) for size in lengths)
-        i = torch.arange(start, stop, dtype=INDEX_DTYPE, device=x.q.device)
-        j = torch.arange(kv_len, device=x.q.device) if keys is None else keys
-        grid = (b, h, i, j.to(INDEX_DTYPE))
-        yield _Rows(slice(start, stop), keys, x, grid, _shown(x, visited, grid))
+        i, j = every[2][start:stop], every[3] if keys is None else keys
+        grid = {
+            name: axis.to(INDEX_DTYPE).view([-1 if place == own else 1 for place in range(4)])
+            for own, (name, axis) in enumerate(zip(POSITION, (*every[:2], i, j), strict=True))
+        }
+        shown = _shown_by_mod(x, grid)
+        if visited is not None:
+            part = visited.of(visited.part, i, j)
+            shown = visited.of(visited.full, i, j) | (part if shown is None else part & shown)
+        yield _Rows(slice(start, stop), keys, grid, shown)
 
 
-def _by_name(grid: Sequence[Tensor]) -> dict[str, Tensor]:
-    """Positions as a mod's inputs, each along its own of four dimensions."""
-    return {
-        name: axis.view([-1 if place == own else 1 for place in range(4)])
-        for own, (name, axis) in enumerate(zip(POSITION, grid, strict=True))
-    }
+def _shown_by_mod(x: FlexInputs, grid: Mapping[str, Tensor]) -> Tensor | None:
+    """Which scores ``mask_mod`` shows, [B or 1, H or 1, M, N]; None for all."""
+    return None if x.mask_mod is None else x.mask_mod(grid)
 
 
-def _shown(x: FlexInputs, visited: _Visited | None, grid: Sequence[Tensor]) -> Tensor | None:
-    """Which scores count, [B or 1, H or 1, M, N]; None for all."""
-    shown = None
-    if x.mask_mod is not None:
-        program = x.mask_mod.program
-        (shown,) = evaluate(program.steps, [program.result], _by_name(grid), x.mask_mod.captured, x.mask_mod.numbers)
-    if visited is None:
-        return shown
-    part = visited.of(visited.part, grid[2], grid[3])
-    return visited.of(visited.full, grid[2], grid[3]) | (part if shown is None else part & shown)
-
-
-def _modified(x: FlexInputs, scores: Tensor, grid: Sequence[Tensor]) -> Tensor:
+def _modified(x: FlexInputs, scores: Tensor, grid: Mapping[str, Tensor]) -> Tensor:
     """Scores [B, H, M, N] after ``score_mod``."""
-    mod = x.score_mod
-    if mod is None:
+    if x.score_mod is None:
         return scores
-
-    inputs = {"score": scores, **_by_name(grid)}
-    (found,) = evaluate(mod.program.steps, [mod.program.result], inputs, mod.captured, mod.numbers)
-    return found.to(scores.dtype).expand_as(scores)
-
-
-def _fold(tensor: Tensor, kv_heads: int) -> Tensor:
-    """``[B, Hq, R, X]`` -> ``[B, Hkv, G * R, X]``: the rows of a group's heads under their key head."""
-    batch, heads, rows, width = tensor.shape
-    return tensor.reshape(batch, kv_heads, heads // kv_heads * rows, width)
+    return x.score_mod({"score": scores, **grid}).to(scores.dtype).expand_as(scores)
 
 
 def _raw_scores(x: FlexInputs, q: Tensor, k: Tensor, block: _Rows) -> Tensor:
     rows = q[:, :, block.rows] * x.scale
-    return (_fold(rows, k.shape[1]) @ block.of_keys(k).mT).view(*rows.shape[:3], -1)
+    return (folded(rows, k.shape[1]) @ block.of_keys(k).mT).view(*rows.shape[:3], -1)
 
 
 def _masked(scores: Tensor, shown: Tensor | None) -> Tensor:
@@ -228,7 +210,7 @@ def forward(x: FlexInputs) -> tuple[Tensor, Tensor, Tensor]:
         total = p.sum(-1, keepdim=True)
         lse[:, :, block.rows] = (highest + total.log()).squeeze(-1)
         p /= total.masked_fill(total == 0.0, 1.0)
-        o = _fold(p, v.shape[1]) @ block.of_keys(v)
+        o = folded(p, v.shape[1]) @ block.of_keys(v)
         out[:, :, block.rows] = o.view(*p.shape[:3], -1)
     return out, lse, most
 
@@ -256,10 +238,9 @@ def backward(
             row_lse = lse[:, :, block.rows, None].to(x.dtype)
             s = _masked(_modified(x, raw, block.grid), block.shown)
             p = (s - row_lse.masked_fill(row_lse == -torch.inf, 0.0)).exp_()
-            do = grad_out[:, :, block.rows].to(x.dtype)
-            folded = _fold(do, v.shape[1])
-            dp = (folded @ block.of_keys(v).mT).view_as(p)
-            _add_heads(block, dv, _fold(p, v.shape[1]).mT @ folded)
+            do = folded(grad_out[:, :, block.rows].to(x.dtype), v.shape[1])
+            dp = (do @ block.of_keys(v).mT).view_as(p)
+            _add_heads(block, dv, folded(p, v.shape[1]).mT @ do)
             shift = (p * dp).sum(-1, keepdim=True)
             if grad_lse is not None:
                 shift = shift - grad_lse[:, :, block.rows, None].to(x.dtype)
@@ -267,9 +248,9 @@ def backward(
             if rule is not None and x.score_mod is not None:
                 # Where nothing shows a score the mod may be infinite, and its derivative not a number.
                 ds = _through_mod(rule, x.score_mod, raw, ds, block, dcaptured)
-            ds = _fold(ds, k.shape[1])
+            ds = folded(ds, k.shape[1])
             dq[:, :, block.rows] = (ds @ block.of_keys(k)).mul_(x.scale).view(*p.shape[:3], -1)
-            _add_heads(block, dk, ds.mT @ _fold(q[:, :, block.rows] * x.scale, k.shape[1]))
+            _add_heads(block, dk, ds.mT @ folded(q[:, :, block.rows] * x.scale, k.shape[1]))
     grads = (empty_like_order(like, like.shape[3]).copy_(grad) for grad, like in ((dk, x.k), (dv, x.v)))
     of_captured = [
         None if grad is None else grad.to(tensor.dtype) for grad, tensor in zip(dcaptured, captured, strict=True)
@@ -298,7 +279,7 @@ def _through_mod(
     if not results:
         return torch.zeros_like(ds)
 
-    inputs = {"score": raw, GRAD: ds, **_by_name(block.grid)}
+    inputs = {"score": raw, GRAD: ds, **block.grid}
     found = iter(evaluate(rule.steps, results, inputs, mod.captured, mod.numbers))
     hidden = ds == 0.0
     by_score = torch.zeros_like(ds) if rule.score is None else torch.where(hidden, 0.0, next(found).to(ds.dtype))

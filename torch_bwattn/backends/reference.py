@@ -27,7 +27,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..layout import empty_like_order
+from ..layout import empty_like_order, folded, lse_dtype
 from ..problem import Problem, dtype_name
 from . import philox
 from .base import Backend, BackwardFn, BackwardInputs, ForwardFn, ForwardInputs, Grads, Verdict, Wanted, yes
@@ -37,7 +37,7 @@ SMALL_SCORE_COUNT = 2**14
 rule on some percent of drawn problems (none from 2**14 on), while float64 costs nothing that matters."""
 
 _FLOAT32_CAP = 1e30
-_SMALLEST_BUDGET = 2**18  # scores per block: below this, a block's overhead outweighs its arithmetic
+SMALLEST_BUDGET = 2**18  # scores per block: below this, a block's overhead outweighs its arithmetic
 
 
 class Softmax(NamedTuple):
@@ -60,7 +60,7 @@ class Block(NamedTuple):
 def blocks(problem: Problem) -> Iterator[Block]:
     """Split the query rows so that a block's scores number no more than the inputs' elements."""
     per_row = max(1, problem.batch * problem.heads * problem.kv_len)
-    step = max(1, max(problem.input_count, _SMALLEST_BUDGET) // per_row)
+    step = max(1, max(problem.input_count, SMALLEST_BUDGET) // per_row)
     for start in range(0, problem.q_len, step):
         rows = range(start, min(start + step, problem.q_len))
         first, stop = 0, problem.kv_len
@@ -79,12 +79,6 @@ def compute_dtype(problem: Problem) -> torch.dtype:
     return torch.float64 if exact else torch.float32
 
 
-def _fold(tensor: Tensor, kv_heads: int) -> Tensor:
-    """``[B, Hq, R, X]`` -> ``[B, Hkv, G * R, X]``: the rows of a group's heads under their key head."""
-    batch, heads, rows, width = tensor.shape
-    return tensor.reshape(batch, kv_heads, heads // kv_heads * rows, width)
-
-
 def _rows_of(mask: Tensor, block: Block) -> Tensor:
     """The mask's part for a block of rows and keys, still broadcast."""
     if mask.shape[2] != 1:
@@ -100,7 +94,7 @@ def _keys_of(tensor: Tensor, block: Block) -> Tensor:
 def softmax_block(problem: Problem, block: Block, q: Tensor, k: Tensor, x: ForwardInputs) -> Softmax:
     """Scores, masks, softmax and the dropout multiplier of one block; ``q``, ``k`` are in the compute dtype."""
     rows, keys = block
-    s = _fold(q[:, :, rows.start : rows.stop] * problem.scale, problem.kv_heads) @ _keys_of(k, block).mT
+    s = folded(q[:, :, rows.start : rows.stop] * problem.scale, problem.kv_heads) @ _keys_of(k, block).mT
     s = s.view(problem.batch, problem.heads, len(rows), len(keys))
     tanh = None
     if problem.softcap is not None:
@@ -147,8 +141,7 @@ def forward(problem: Problem, x: ForwardInputs) -> tuple[Tensor, Tensor]:
     """``(out, lse)`` of one 4-D problem."""
     dtype = compute_dtype(problem)
     out = empty_like_order(x.q, problem.value_dim).zero_()
-    lse_dtype = torch.float64 if problem.dtype == torch.float64 else torch.float32
-    lse = torch.full(x.q.shape[:3], -torch.inf, dtype=lse_dtype, device=x.q.device)
+    lse = torch.full(x.q.shape[:3], -torch.inf, dtype=lse_dtype(problem.dtype), device=x.q.device)
     if x.sink is not None:  # of the rows that see no key; the others are written below
         lse.copy_(x.sink.view(-1, 1).expand_as(lse))
     if problem.batch == 0 or problem.heads == 0 or problem.kv_len == 0:
@@ -162,7 +155,7 @@ def forward(problem: Problem, x: ForwardInputs) -> tuple[Tensor, Tensor]:
         lse[:, :, rows.start : rows.stop] = lse_rows
         if kept is not None:
             p = p * kept
-        o = _fold(p, problem.kv_heads) @ _keys_of(v, block)
+        o = folded(p, problem.kv_heads) @ _keys_of(v, block)
         out[:, :, rows.start : rows.stop] = o.view(problem.batch, problem.heads, len(rows), problem.value_dim)
     return out, lse
 
@@ -191,12 +184,12 @@ def backward(problem: Problem, x: BackwardInputs, wanted: Wanted) -> Grads:
                     dsink += dlse.sum((0, 2, 3)).masked_fill(x.sink == -torch.inf, 0.0)
                 continue
             p, _, kept, tanh, p_sink = softmax_block(problem, block, q, k, inputs)
-            do = _fold(x.grad_out[:, :, rows.start : rows.stop].to(dtype), problem.kv_heads)
+            do = folded(x.grad_out[:, :, rows.start : rows.stop].to(dtype), problem.kv_heads)
             dp = (do @ _keys_of(v, block).mT).view_as(p)
             if kept is not None:
                 dp = dp * kept
             dv_keys = _keys_of(dv, block)
-            dv_keys += _fold(p if kept is None else p * kept, problem.kv_heads).mT @ do
+            dv_keys += folded(p if kept is None else p * kept, problem.kv_heads).mT @ do
             shift = (p * dp).sum(-1, keepdim=True)
             if dlse is not None:
                 shift = shift - dlse
@@ -208,11 +201,11 @@ def backward(problem: Problem, x: BackwardInputs, wanted: Wanted) -> Grads:
                 part += ds.sum_to_size(part.shape)
             if tanh is not None:
                 ds = ds * (1.0 - tanh * tanh)
-            ds = _fold(ds, problem.kv_heads)
+            ds = folded(ds, problem.kv_heads)
             dq_rows = (ds @ _keys_of(k, block)).mul_(problem.scale)
             dq[:, :, rows.start : rows.stop] = dq_rows.view(problem.batch, problem.heads, len(rows), problem.head_dim)
             dk_keys = _keys_of(dk, block)
-            dk_keys += ds.mT @ _fold(q[:, :, rows.start : rows.stop] * problem.scale, problem.kv_heads)
+            dk_keys += ds.mT @ folded(q[:, :, rows.start : rows.stop] * problem.scale, problem.kv_heads)
     return (
         dq,
         _cast_in_order(dk, x.k),

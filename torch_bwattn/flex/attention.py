@@ -12,11 +12,12 @@ from torch.nn.attention import flex_attention as torch_flex
 from torch.nn.attention.flex_attention import AuxOutput, AuxRequest, BlockMask, noop_mask
 
 from ..api import explain
+from ..layout import lse_dtype
 from ..mods.program import Program, Ref, hoisted, run
-from ..mods.recognize import Features, recognized, why_not
+from ..mods.recognize import Features, recognized
 from ..mods.trace import Traced, traced
 from ..ops.composite import autocast
-from ..ops.flex import BlockLists, lists_agree, options_of
+from ..ops.flex import BlockLists, route
 from ..problem import DTYPES
 
 _NO_BLOCKS = torch_flex._LARGE_SPARSE_BLOCK_SIZE  # PyTorch's block mask that stands for none has such blocks
@@ -77,8 +78,7 @@ def flex_attention(
         options = {"with_max_scores": with_max_scores}
         out, lse, most = flex_hop(query, key, value, score, (*blocks.fields, blocks.mask_mod), scale, options)
     else:
-        score_dtype = torch.float64 if query.dtype == torch.float64 else torch.float32
-        score_traced = None if score_mod is None else traced(score_mod, "score_mod", score_dtype)
+        score_traced = None if score_mod is None else traced(score_mod, "score_mod", lse_dtype(query.dtype))
         mask_traced = None if blocks.mask_mod is noop_mask else traced(blocks.mask_mod, "mask_mod")
         out, lse, most = call(query, key, value, score_traced, mask_traced, blocks.fields, scale, with_max_scores)
     if return_aux is not None:
@@ -104,36 +104,22 @@ def explain_flex_attention(
     """
     _check(query, key, value, enable_gqa, None, return_lse=False, return_aux=None)
     blocks = _blocks(query, key, block_mask)
-    score = None if score_mod is None else traced(score_mod, "score_mod").program
+    score = None if score_mod is None else traced(score_mod, "score_mod", lse_dtype(query.dtype)).program
     mask = None if blocks.mask_mod is noop_mask else traced(blocks.mask_mod, "mask_mod").program
-    features, lengths = recognized(score, mask), (query.shape[2], key.shape[2])
-    options = None if features is None else options_of(features, *lengths)
-    slow = "runs on reference, in PyTorch's own operations, forward and backward"
-    if features is None:
-        text = f"not recognised, {why_not(score, mask)}: {slow}"
-    elif options is None:
-        text = f"recognised as {features}, which no window says for these lengths: {slow}"
-    elif blocks.fields and not _lists_agree(blocks, mask, lengths):
-        text = f"recognised as {features}, but the block mask's lists visit other blocks than that: {slow}"
+    lists = None
+    if blocks.fields:
+        part_count, part_index, full_count, full_index = blocks.fields[2:]
+        lists = BlockLists(part_count, part_index, full_count, full_index, blocks.fields[:2])
+    found = route(score, mask, lists, query.shape[2], key.shape[2])
+    if isinstance(found, str):
+        text = f"{found}: runs on reference, in PyTorch's own operations, forward and backward"
     else:
-        text = f"recognised as {features}"
+        text = f"recognised as {recognized(score, mask)}"
     print(f"bwattn.flex_attention: mods {text}")
-    if text.endswith(slow) or options is None:
+    if isinstance(found, str):
         return text
-    causal, alignment = options.pop("is_causal"), options.pop("causal_alignment")
-    batch = query.shape[0]
-    more = explain(
-        query, key.expand(batch, -1, -1, -1), value.expand(batch, -1, -1, -1), is_causal=causal, scale=scale,
-        enable_gqa=enable_gqa, causal_alignment=alignment, **options,
-    )  # fmt: skip
-    return f"{text}\n{more}"
-
-
-def _lists_agree(blocks: Blocks, mask: Program | None, lengths: tuple[int, int]) -> bool:
-    shown = recognized(None, mask)
-    part_count, part_index, full_count, full_index = blocks.fields[2:]
-    lists = BlockLists(part_count, part_index, full_count, full_index, blocks.fields[:2])
-    return shown is not None and lists_agree(lists, shown, *lengths)
+    k, v = (tensor.expand(query.shape[0], -1, -1, -1) for tensor in (key, value))
+    return f"{text}\n{explain(query, k, v, scale=scale, enable_gqa=enable_gqa, **found)}"
 
 
 class Blocks(NamedTuple):

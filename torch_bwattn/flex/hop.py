@@ -17,6 +17,7 @@ from torch import Tensor
 from torch._dynamo.variables import higher_order_ops as dynamo_hops
 from torch._ops import HigherOrderOperator
 
+from ..layout import lse_dtype
 from ..mods.program import POSITION, SCORE_INPUTS
 from ..mods.trace import ModError, Traced, trace
 from .attention import call
@@ -46,7 +47,7 @@ class _FlexHop(HigherOrderOperator):
         score_captured: tuple[Any, ...] = (),
         mask_captured: tuple[Any, ...] = (),
     ) -> tuple[Tensor, Tensor, Tensor]:
-        score_dtype = torch.float64 if query.dtype == torch.float64 else torch.float32
+        score_dtype = lse_dtype(query.dtype)
         score = _traced(score_mod, "score_mod", SCORE_INPUTS, score_dtype, score_captured)
         mask = _traced(block_mask[-1], "mask_mod", POSITION, score_dtype, mask_captured)
         return call(query, key, value, score, mask, block_mask[:-1], scale, kernel_options["with_max_scores"])

@@ -86,18 +86,14 @@ class patch_sdpa(Patch):
     ``nn.TransformerEncoderLayer`` (eval mode, no grad).
     """
 
-    def _install(self) -> None:
+    def _begin(self) -> None:
         global _installed
-        self._depth += 1
         _installed += 1
         if _installed == 1:
             _replace(_original, scaled_dot_product_attention)
 
-    def _remove(self) -> None:
+    def _end(self) -> None:
         global _installed
-        if self._depth == 0:
-            return
-        self._depth -= 1
         _installed -= 1
         if _installed == 0:
             _replace(scaled_dot_product_attention, _original)

@@ -43,20 +43,16 @@ class patch_flex_attention(Patch):
     def _recreate_cm(self) -> patch_flex_attention:
         return patch_flex_attention(*self._modules)
 
-    def _install(self) -> None:
+    def _begin(self) -> None:
         global _installed
-        self._depth += 1
         _installed += 1
         if _installed == 1:
             _replace(torch_flex, _original, flex_attention)
         for module in self._modules:
             _replace(module, _original, flex_attention)
 
-    def _remove(self) -> None:
+    def _end(self) -> None:
         global _installed
-        if self._depth == 0:
-            return
-        self._depth -= 1
         _installed -= 1
         if _installed == 0:
             _replace(torch_flex, flex_attention, _original)

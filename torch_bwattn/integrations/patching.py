@@ -42,11 +42,22 @@ class Patch(ContextDecorator, ABC):
             with _lock:
                 self._remove()
 
-    @abstractmethod
-    def _install(self) -> None: ...
+    def _install(self) -> None:
+        self._depth += 1
+        self._begin()
+
+    def _remove(self) -> None:
+        if self._depth:
+            self._depth -= 1
+            self._end()
 
     @abstractmethod
-    def _remove(self) -> None: ...
+    def _begin(self) -> None:
+        """After one more install of this handle."""
+
+    @abstractmethod
+    def _end(self) -> None:
+        """After one of them was undone."""
 
     def __enter__(self) -> Self:
         return self.install()

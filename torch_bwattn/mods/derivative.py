@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
-from .program import INDEX_DTYPE, POSITION, Ref, Step, call_step, parsed, refs
+from .program import INDEX_DTYPE, POSITION, Ref, Step, call_step, named, parsed, refs
 from .trace import Recorder
 
 GRAD = "grad"
@@ -107,10 +107,7 @@ def derivative(
                 result = call_step(step, {**values, name: tables[name]} if name in tables else values)
                 if name in tables and isinstance(result, Tensor):
                     result = leaf(result, int(name[1:]), step.args[1])
-                if isinstance(result, Tensor):
-                    values[f"%{number}"] = result
-                else:
-                    values |= {f"%{number}.{part}": one for part, one in enumerate(result)}
+                values |= named(number, result)
             # The recorder has numbered steps by itself: it knows the indices of loads by their tensors.
             result = values[program.result.name]
             inputs = [score, *(tensor for tensor, _, _ in leaves)]

@@ -94,6 +94,13 @@ def refs(step: Step) -> list[Ref]:
     return found
 
 
+def named(place: int, found: Any) -> dict[str, Any]:
+    """A step's result, or several, by the names that later steps read."""
+    if isinstance(found, (tuple, list)):
+        return {f"%{place}.{number}": one for number, one in enumerate(found)}
+    return {f"%{place}": found}
+
+
 def _packed(value: Any) -> Any:
     if isinstance(value, Ref):
         return {"ref": value.name}
@@ -192,11 +199,7 @@ def evaluate(
     last = {ref.name: place for place, step in enumerate(steps) for ref in refs(step)}
     last |= dict.fromkeys((ref.name for ref in results), len(steps))
     for place, step in enumerate(steps):
-        found = _evaluated(step, values, device)
-        if isinstance(found, _Value):
-            values[f"%{place}"] = found
-        else:
-            values |= {f"%{place}.{number}": one for number, one in enumerate(found)}
+        values |= named(place, _evaluated(step, values, device))
         for ref in refs(step):  # a whole grid each
             if last[ref.name] == place:
                 values.pop(ref.name, None)
@@ -274,11 +277,15 @@ def _put(one: _Value, index: Sequence[_Value], added: _Value) -> _Value:
     (at,) = (position.tensor.to(torch.int64) for position in index)
     sizes = torch.broadcast_shapes(one.tensor.shape[:4], at.shape, added.tensor.shape[:4])
     whole = one.tensor.expand(*sizes, *one.tensor.shape[4:])
-    rest = whole.shape[5:]
-    at = torch.where(at < 0, at + whole.shape[4], at).expand(sizes).view(*sizes, *(1,) * (whole.dim() - 4))
-    return _Value(
-        whole.scatter_add(4, at.expand(*sizes, 1, *rest), added.tensor.expand(*sizes, *rest).unsqueeze(4)), one.own
-    )
+    added_there = added.tensor.expand(*sizes, *whole.shape[5:]).unsqueeze(4)
+    return _Value(whole.scatter_add(4, _one_of(whole, at), added_there), one.own)
+
+
+def _one_of(vectors: Tensor, position: Tensor) -> Tensor:
+    """Positions in the first dimension of a grid's own vectors, as ``gather`` and ``scatter_add`` take them."""
+    sizes = vectors.shape[:4]
+    at = torch.where(position < 0, position + vectors.shape[4], position).expand(sizes)
+    return at.view(*sizes, *(1,) * (vectors.dim() - 4)).expand(*sizes, 1, *vectors.shape[5:])
 
 
 def _reduced(step: Step, one: _Value) -> _Value:
@@ -302,10 +309,7 @@ def _indexed(table: _Value, index: Sequence[_Value]) -> _Value:
     for position in positions:
         sizes = torch.broadcast_shapes(found.shape[:4], position.shape)
         found = found.expand(*sizes, *found.shape[4:])
-        at = torch.where(position < 0, position + found.shape[4], position).expand(sizes)
-        found = found.gather(4, at.view(*sizes, *(1,) * (found.dim() - 4)).expand(*sizes, 1, *found.shape[5:])).squeeze(
-            4
-        )
+        found = found.gather(4, _one_of(found, position)).squeeze(4)
     return _Value(found, table.own - len(index))
 
 
@@ -329,14 +333,11 @@ def run(steps: Sequence[Step], results: Sequence[Ref], captured: Sequence[Tensor
     """Results of steps that no scalar decides, with gradients."""
     values: dict[str, Any] = {f"@{place}": tensor for place, tensor in enumerate(captured)}
     for place, step in enumerate(steps):
-        result = call_step(step, values)
-        if isinstance(result, Tensor):
-            values[f"%{place}"] = result
-        else:
-            values |= {f"%{place}.{number}": one for number, one in enumerate(result)}
+        values |= named(place, call_step(step, values))
     return [values[ref.name] for ref in results]
 
 
+@functools.lru_cache(maxsize=1024)
 def hoisted(program: Program) -> tuple[tuple[Step, ...], tuple[Ref, ...], Program]:
     """What of a mod no scalar decides, apart: (its steps, what the rest reads of them, the rest).
 
@@ -345,7 +346,7 @@ def hoisted(program: Program) -> tuple[tuple[Step, ...], tuple[Ref, ...], Progra
     fixed: set[str] = set()
     before: list[Step] = []
     new_names: dict[str, str] = {}  # of results, in whichever part they end up
-    after: list[tuple[int, Step]] = []
+    after: list[Step] = []
     for place, step in enumerate(program.steps):
         read = [ref.name for ref in refs(step)]
         if read and all(name[0] == "@" or name.split(".")[0] in fixed for name in read):
@@ -354,7 +355,7 @@ def hoisted(program: Program) -> tuple[tuple[Step, ...], tuple[Ref, ...], Progra
             before.append(step)
         else:
             new_names[f"%{place}"] = f"%{len(after)}"
-            after.append((place, step))
+            after.append(step)
     wanted: dict[str, str] = {}
 
     def renamed(ref: Ref, of_rest: bool) -> Ref:
@@ -363,7 +364,7 @@ def hoisted(program: Program) -> tuple[tuple[Step, ...], tuple[Ref, ...], Progra
             return Ref(wanted.setdefault(ref.name, f"@{len(wanted)}"))
         return Ref(new_names.get(head, head) + dot + tail)
 
-    rest = tuple(_mapped(step, lambda ref: renamed(ref, True)) for _, step in after)
+    rest = tuple(_mapped(step, lambda ref: renamed(ref, True)) for step in after)
     result = renamed(program.result, True)
     first = tuple(_mapped(step, lambda ref: renamed(ref, False)) for step in before)
     return first, tuple(renamed(Ref(name), False) for name in wanted), Program(rest, result)

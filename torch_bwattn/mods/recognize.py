@@ -8,6 +8,7 @@ mask hides is masked.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from typing import Any
 
@@ -61,8 +62,10 @@ class _Reader:
             return value
         step = self.step(value)
         if step.base in _NUMBERS:
-            numbers = (one for one in reversed(step.args) if isinstance(one, (bool, int, float)))
-            found: float | bool = True if "ones" in step.base else next(numbers)
+            numbers = [one for one in step.args if isinstance(one, (bool, int, float))]
+            if not (numbers or "ones" in step.base):
+                raise _Unknown(f"{step.op} is of no literal")
+            found: float | bool = True if "ones" in step.base else numbers[-1]
             dtype = dict(step.kwargs).get("dtype")
             if dtype is not None and not dtype.is_floating_point and found not in (True, False, math.floor(found)):
                 raise _Unknown(f"it has {found} as {dtype}")
@@ -77,7 +80,7 @@ class _Reader:
             return int(value.name == "q_idx"), int(value.name == "kv_idx"), 0
         try:
             number = self.constant(value)
-        except (_Unknown, StopIteration):
+        except _Unknown:
             return self._of_step(self.step(value))
         if not math.isfinite(number) or number != int(number):
             raise _Unknown(f"{number} is no integer")
@@ -105,7 +108,7 @@ class _Reader:
         try:
             if self.constant(value) is True:
                 return Features()
-        except (_Unknown, StopIteration):
+        except _Unknown:
             pass
         step = self.step(value)
         if step.base in ("bitwise_and", "logical_and"):
@@ -138,22 +141,18 @@ class _Reader:
                     tanh = self.step(inner)
                     if tanh.base == "tanh" and cap > 0.0 and math.isfinite(cap) and self._is_over(tanh.args[0], cap):
                         return Features(softcap=cap)
-                except (_Unknown, StopIteration):
+                except _Unknown:
                     continue
         raise _Unknown(f"it computes scores by {step.op}")
 
     def _is_over(self, value: Any, cap: float) -> bool:
         """Whether a value is ``score / cap``."""
         step = self.step(value)
-        for score, number in (step.args, step.args[::-1]):
-            if score == Ref("score") and step.base in ("div", "mul"):
-                by = float(self.constant(number))
-                return (
-                    by == cap
-                    if step.base == "div" and score == step.args[0]
-                    else step.base == "mul" and by == 1.0 / cap
-                )
-        return False
+        if step.base not in ("div", "mul") or Ref("score") not in step.args:
+            return False
+        place = step.args.index(Ref("score"))
+        by = float(self.constant(step.args[1 - place]))
+        return (by == cap and place == 0) if step.base == "div" else by == 1.0 / cap
 
 
 def _times(line: tuple[int, int, int], factor: int) -> tuple[int, int, int]:
@@ -170,27 +169,29 @@ def _both(a: Features, b: Features) -> Features:
     return Features(min(highs, default=None), max(lows, default=None), a.softcap or b.softcap)
 
 
+@functools.lru_cache(maxsize=1024)
+def _read(score_mod: Program | None, mask_mod: Program | None) -> Features | str:
+    """The features that mods are together, or what first keeps them from being any."""
+    found = Features()
+    for what, mod, read in (("score_mod", score_mod, _Reader.score), ("mask_mod", mask_mod, _Reader.mask)):
+        if mod is not None:
+            try:
+                found = _both(found, read(_Reader(mod), mod.result))
+            except _Unknown as error:
+                return f"{what}: {error}"
+    return found
+
+
 def recognized(score_mod: Program | None, mask_mod: Program | None) -> Features | None:
     """The features that mods are together; None where one is something else.
 
     What a ``score_mod`` hides stands around its cap, so it is one mask with that of ``mask_mod``.
     """
-    found = Features()
-    for mod, read in ((score_mod, _Reader.score), (mask_mod, _Reader.mask)):
-        if mod is not None:
-            try:
-                found = _both(found, read(_Reader(mod), mod.result))
-            except (_Unknown, StopIteration):
-                return None
-    return found
+    found = _read(score_mod, mask_mod)
+    return None if isinstance(found, str) else found
 
 
 def why_not(score_mod: Program | None, mask_mod: Program | None) -> str:
     """What first keeps mods from being features, or nothing."""
-    for what, mod, read in (("score_mod", score_mod, _Reader.score), ("mask_mod", mask_mod, _Reader.mask)):
-        if mod is not None:
-            try:
-                read(_Reader(mod), mod.result)
-            except (_Unknown, StopIteration) as error:
-                return f"{what}: {error}"
-    return ""
+    found = _read(score_mod, mask_mod)
+    return found if isinstance(found, str) else ""

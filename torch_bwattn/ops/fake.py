@@ -7,14 +7,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..layout import empty_like_order
+from ..layout import empty_like_order, lse_dtype
 from .schema import NAMESPACE, library
 
 
 def _forward(query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
-    lse_dtype = torch.float64 if query.dtype == torch.float64 else torch.float32
     out = empty_like_order(query, value.shape[3])
-    return out, torch.empty(query.shape[:3], dtype=lse_dtype, device=query.device)
+    return out, torch.empty(query.shape[:3], dtype=lse_dtype(query.dtype), device=query.device)
 
 
 def _backward(

@@ -17,9 +17,9 @@ from torch.utils.weak import WeakIdKeyDictionary
 from ..backends import flex_blockwise
 from ..backends.flex_blockwise import BlockLists, FlexInputs, Mod
 from ..errors import UnsupportedProblem
-from ..layout import empty_like_order
-from ..mods.program import parsed
-from ..mods.recognize import Features, recognized
+from ..layout import empty_like_order, lse_dtype
+from ..mods.program import Program, parsed
+from ..mods.recognize import Features, recognized, why_not
 from ..selection.pin import pinned
 from . import primitive
 from .schema import NAMESPACE, library
@@ -94,19 +94,27 @@ def lists_agree(blocks: BlockLists, features: Features, q_len: int, kv_len: int)
     return agree
 
 
-def _route(x: FlexInputs) -> dict[str, Any] | None:
-    """The options of ``sdpa_forward`` that say the same, if any do."""
-    score, mask = (None if mod is None else mod.program for mod in (x.score_mod, x.mask_mod))
-    features = recognized(score, mask)
+def route(
+    score_mod: Program | None, mask_mod: Program | None, blocks: BlockLists | None, q_len: int, kv_len: int
+) -> dict[str, Any] | str:
+    """The options of ``sdpa_forward`` that say what mods and lists say, or why none do."""
+    features = recognized(score_mod, mask_mod)
     if features is None:
-        return None
-    q_len, kv_len = x.q.shape[2], x.k.shape[2]
+        return f"not recognised, {why_not(score_mod, mask_mod)}"
     options = options_of(features, q_len, kv_len)
-    if options is not None and x.blocks is not None:
-        shown = recognized(None, mask)
-        if shown is None or not lists_agree(x.blocks, shown, q_len, kv_len):
-            return None
+    if options is None:
+        return f"recognised as {features}, which no window says for these lengths"
+    if blocks is not None:
+        shown = recognized(None, mask_mod)
+        if shown is None or not lists_agree(blocks, shown, q_len, kv_len):
+            return f"recognised as {features}, but the block mask's lists visit other blocks than that"
     return options
+
+
+def _options(x: FlexInputs) -> dict[str, Any] | None:
+    score, mask = (None if mod is None else mod.program for mod in (x.score_mod, x.mask_mod))
+    found = route(score, mask, x.blocks, x.q.shape[2], x.k.shape[2])
+    return None if isinstance(found, str) else found
 
 
 def _check_pin() -> None:
@@ -128,15 +136,14 @@ def forward(query: Tensor, key: Tensor, value: Tensor, scale: float, *rest: Any)
     """One forward on real tensors."""
     mods, with_max_scores = rest[:-1], rest[-1]
     x = _inputs(query, key, value, scale, mods)
-    options = None if with_max_scores else _route(x)
+    options = None if with_max_scores else _options(x)
     if options is None:
         _check_pin()
         out, lse, most = flex_blockwise.forward(x)
         primitive.count_call(_BLOCKWISE)
         return out, lse, most if with_max_scores else lse.new_empty(0)
     k, v = _one_batch(x)
-    causal, alignment = options.pop("is_causal"), options.pop("causal_alignment")
-    out, lse = primitive.forward(query, k, v, None, None, 0.0, causal, scale, alignment, **options)
+    out, lse = primitive.forward(query, k, v, None, None, 0.0, scale=scale, **options)
     return out, lse, lse.new_empty(0)
 
 
@@ -154,16 +161,15 @@ def backward(
     """One backward on real tensors; a captured tensor's gradient that is not wanted is empty."""
     mods, wanted = rest[:-1], list(rest[-1])
     x = _inputs(query, key, value, scale, mods)
-    options = _route(x)
+    options = _options(x)
     captured = mods[1]
     if options is None:
         dq, dk, dv, found = flex_blockwise.backward(x, grad_out, grad_lse, lse, wanted)
         return dq, dk, dv, [query.new_empty(0) if one is None else one for one in found]
     k, v = _one_batch(x)
-    causal, alignment = options.pop("is_causal"), options.pop("causal_alignment")
     dq, dk, dv, _, _ = primitive.backward(
-        grad_out, grad_lse, query, k, v, None, out, lse, None, 0.0, causal, scale, alignment,
-        [True, True, True, False, False], **options,
+        grad_out, grad_lse, query, k, v, None, out, lse, None, 0.0,
+        scale=scale, output_mask=[True, True, True, False, False], **options,
     )  # fmt: skip
     if key.shape[0] != query.shape[0]:
         dk, dv = (grad.sum(0, keepdim=True) for grad in (dk, dv))
@@ -178,8 +184,7 @@ for _key in ("CPU", "CUDA"):
 
 
 def _fake_forward(query: Tensor, key: Tensor, value: Tensor, scale: float, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
-    lse_dtype = torch.float64 if query.dtype == torch.float64 else torch.float32
-    lse = torch.empty(query.shape[:3], dtype=lse_dtype, device=query.device)
+    lse = torch.empty(query.shape[:3], dtype=lse_dtype(query.dtype), device=query.device)
     return empty_like_order(query, value.shape[3]), lse, torch.empty_like(lse) if rest[-1] else lse.new_empty(0)
 
 
