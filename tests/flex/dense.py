@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.attention.flex_attention import BlockMask, _vmap_for_bhqkv, create_mask
+from torch.nn.attention.flex_attention import BlockMask, create_mask
 from torch.overrides import TorchFunctionMode
 
 from torch_bwattn.flex.attention import flex_attention
@@ -21,7 +21,9 @@ class _Index(TorchFunctionMode):
         if func is Tensor.__getitem__:
             index = args[1] if isinstance(args[1], tuple) else (args[1],)
             if any(isinstance(one, Tensor) for one in index) and all(isinstance(one, (Tensor, int)) for one in index):
-                return torch.ops.aten.index.Tensor(args[0], [torch.as_tensor(one) for one in index])
+                narrow = args[0].is_floating_point() and args[0].itemsize == 2  # gradients add up in it
+                table = args[0].float() if narrow else args[0]
+                return torch.ops.aten.index.Tensor(table, [torch.as_tensor(one) for one in index])
         return func(*args, **(kwargs or {}))
 
 
@@ -43,23 +45,39 @@ def shown_by(mask_mod: Callable[..., Any], query: Tensor, key: Tensor) -> Tensor
     return create_mask(mask_mod, *query.shape[:3], key.shape[2], device="cpu")
 
 
+def _modified(raw: Tensor, score_mod: Callable[..., Any], hidden: Tensor) -> tuple[Tensor, Tensor]:
+    """Scores after a mod, and what is hidden then.
+
+    What the mod hides it is not differentiated at: there a product with its -inf would make autograd's zeros NaN.
+    """
+
+    def modified(at: Sequence[Tensor]) -> Tensor:
+        if not len(at[0]):
+            return raw[at]
+        with _Index():
+            found: Tensor = torch.vmap(score_mod)(raw[at], *at).double()
+        return found
+
+    at = (~hidden).nonzero(as_tuple=True)
+    with torch.no_grad():
+        hidden = hidden.index_put(at, modified(at) == -torch.inf)
+    at = (~hidden).nonzero(as_tuple=True)
+    return raw.index_put(at, modified(at)), hidden
+
+
 def dense(
     query: Tensor, key: Tensor, value: Tensor, score_mod: Callable[..., Any] | None = None,
     shown: Tensor | None = None, scale: float | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """(out, lse, max_scores) in float64."""
-    (batch, heads, q_len, width), kv_len = query.shape, key.shape[2]
+    (batch, heads, _, width), kv_len = query.shape, key.shape[2]
     scale = 1.0 / math.sqrt(width) if scale is None else scale
     group = heads // key.shape[1]
     k, v = (one.double().repeat_interleave(group, 1).expand(batch, -1, -1, -1) for one in (key, value))
     s = scale * (query.double() @ k.mT)
-    if score_mod is not None and s.numel():
-        with _Index():
-            s = _vmap_for_bhqkv(score_mod, prefix=(0,))(s, *map(torch.arange, (batch, heads, q_len, kv_len)))
-        s = s.double().expand(batch, heads, q_len, kv_len)
-    hidden = s == -torch.inf
-    if shown is not None:
-        hidden = hidden | ~shown
+    hidden = torch.zeros_like(s, dtype=torch.bool) if shown is None else ~shown
+    if score_mod is not None:
+        s, hidden = _modified(s, score_mod, hidden.expand_as(s))
     s = s.masked_fill(hidden, -torch.inf)
     most = s.amax(-1) if kv_len else s.new_full(s.shape[:3], -torch.inf)
     top = most.detach().nan_to_num(neginf=0.0).unsqueeze(-1)
