@@ -12,6 +12,10 @@ class UnsupportedProblem(NotImplementedError):
     """The pinned backend, or every backend, refuses this problem; the message carries each refusal's reason."""
 
 
+class NotCompiled(RuntimeError):
+    """A kernel would have to be compiled or loaded while a CUDA graph is captured, which would break the capture."""
+
+
 class SettingError(ValueError):
     """A variable of the environment has a value that it cannot have."""
 

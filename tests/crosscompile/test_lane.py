@@ -113,14 +113,15 @@ def test_faults(change, word):
 
 @pytest.mark.skipif(helion_loader.why_missing() is not None, reason="needs Helion")
 def test_helion_compiles_for_what_is_not_there(monkeypatch):
-    monkeypatch.setattr(lane, "problems", lambda _: [PLAIN])
+    monkeypatch.setattr(lane, "problems", lambda _: [dataclasses.replace(PLAIN, target="sm_90a")])
+    monkeypatch.setattr(lane, "_FLEX_WIDTHS", (64,))
     before = dict(os.environ)
-    flash, forward = lane.run("sm_100a", ("helion",))
-    assert not flash.faults + forward.faults
-    assert (flash.product, flash.kernel) == ("tcgen05", "attention_flash")
-    assert (forward.product, forward.kernel) == ("tcgen05", "attention_forward")
-    assert min(flash.products, flash.bulk_copies, flash.setmaxnreg, flash.f32x2, flash.shared_bytes) > 0
-    assert "forward" in lane.table([flash, forward])
+    forward, *flex = lane.run("sm_90a", ("helion",))
+    assert (forward.product, forward.kernel) == ("wgmma", "attention_forward")
+    assert [one.kernel for one in flex] == ["flex_forward", "flex_dkv", "flex_dq"]
+    assert not any(one.faults for one in (forward, *flex))
+    assert min(forward.products, forward.registers, forward.shared_bytes) > 0
+    assert "forward" in lane.table([forward, *flex])
     assert dict(os.environ) == before
 
 

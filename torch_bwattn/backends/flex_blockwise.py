@@ -21,82 +21,11 @@ from collections.abc import Iterator, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from ..layout import empty_like_order, folded, lse_dtype
+from ..layout import empty_like_order, folded
 from ..mods.derivative import GRAD, Derivative, derivative
-from ..mods.program import INDEX_DTYPE, POSITION, Program, evaluate
+from ..mods.program import INDEX_DTYPE, POSITION, evaluate
+from .flex_inputs import BlockLists, FlexInputs, Mod, visited
 from .reference import SMALLEST_BUDGET
-
-
-@dataclasses.dataclass(frozen=True)
-class Mod:
-    """A program with the values that it captured."""
-
-    program: Program
-    captured: Sequence[Tensor] = ()
-    numbers: Sequence[int] = ()
-
-    def __call__(self, inputs: Mapping[str, Tensor]) -> Tensor:
-        (found,) = evaluate(self.program.steps, [self.program.result], inputs, self.captured, self.numbers)
-        return found
-
-
-@dataclasses.dataclass(frozen=True)
-class BlockLists:
-    """Which blocks of scores are visited, as in ``torch.nn.attention.flex_attention.BlockMask``.
-
-    Attributes:
-        part_count: Of each row of blocks, how many are visited where ``mask_mod`` says so, int32 [B or 1, H or 1, R].
-        part_index: Which, [B or 1, H or 1, R, C]; beyond the count not read.
-        full_count: How many are visited whole, or None for none.
-        full_index: Which.
-        sizes: Queries and keys of a block.
-    """
-
-    part_count: Tensor
-    part_index: Tensor
-    full_count: Tensor | None
-    full_index: Tensor | None
-    sizes: tuple[int, int]
-
-
-@dataclasses.dataclass(frozen=True)
-class FlexInputs:
-    """Operands of a forward. ``k`` and ``v`` have a batch of 1 for all, or the query's, and heads that divide its.
-
-    ``score_mod`` and ``mask_mod`` are None where they change nothing.
-    """
-
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    scale: float
-    score_mod: Mod | None = None
-    mask_mod: Mod | None = None
-    blocks: BlockLists | None = None
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """Of scores."""
-        return lse_dtype(self.q.dtype)
-
-
-def _dense(count: Tensor, index: Tensor, columns: int) -> Tensor:
-    """The blocks of a list as bool [B, H, R, columns]."""
-    listed = torch.arange(index.shape[-1], device=index.device) < count.unsqueeze(-1)
-    # What is beyond the count goes to a column of its own, which is cut off.
-    place = torch.where(listed, index.to(torch.int64), columns)
-    return torch.zeros((*index.shape[:-1], columns + 1), dtype=torch.bool, device=index.device).scatter_(
-        -1, place, value=True
-    )[..., :columns]
-
-
-def _both(blocks: BlockLists, kv_len: int) -> tuple[Tensor, Tensor]:
-    """Blocks that are visited in part, and those that are visited whole."""
-    columns = max(blocks.part_index.shape[-1], -(-kv_len // blocks.sizes[1]))
-    part = _dense(blocks.part_count, blocks.part_index, columns)
-    if blocks.full_count is None or blocks.full_index is None:
-        return part, torch.zeros_like(part)
-    return part, _dense(blocks.full_count, blocks.full_index, columns)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -145,42 +74,48 @@ class _Rows:
 def _blocks_of_rows(x: FlexInputs) -> Iterator[_Rows]:
     batch, heads, q_len, _ = x.q.shape
     kv_len = x.k.shape[2]
-    visited = None
+    lists = None
     if x.blocks is not None:
-        visited = _Visited(*_both(x.blocks, kv_len), x.blocks.sizes)
+        lists = _Visited(*visited(x.blocks, kv_len), x.blocks.sizes)
     budget = max(x.q.numel() + x.k.numel() + x.v.numel(), SMALLEST_BUDGET)
     step = max(1, budget // max(1, batch * heads * kv_len))
-    if visited is not None:  # rows of one row of blocks, or of whole ones
-        size = visited.sizes[0]
+    if lists is not None:  # rows of one row of blocks, or of whole ones
+        size = lists.sizes[0]
         step = step // size * size if step >= size else step
     every = [torch.arange(size, device=x.q.device) for size in (batch, heads, q_len, kv_len)]
     for start in range(0, q_len, step):
         stop = min(start + step, q_len)
-        if visited is not None and step < visited.sizes[0]:
-            stop = min(stop, (start // visited.sizes[0] + 1) * visited.sizes[0])
-        keys = None if visited is None else visited.keys(range(start, stop), kv_len)
+        if lists is not None and step < lists.sizes[0]:
+            stop = min(stop, (start // lists.sizes[0] + 1) * lists.sizes[0])
+        keys = None if lists is None else lists.keys(range(start, stop), kv_len)
         i, j = every[2][start:stop], every[3] if keys is None else keys
         grid = {
             name: axis.to(INDEX_DTYPE).view([-1 if place == own else 1 for place in range(4)])
             for own, (name, axis) in enumerate(zip(POSITION, (*every[:2], i, j), strict=True))
         }
         shown = _shown_by_mod(x, grid)
-        if visited is not None:
-            part = visited.of(visited.part, i, j)
-            shown = visited.of(visited.full, i, j) | (part if shown is None else part & shown)
+        if lists is not None:
+            part = lists.of(lists.part, i, j)
+            shown = lists.of(lists.full, i, j) | (part if shown is None else part & shown)
         yield _Rows(slice(start, stop), keys, grid, shown)
+
+
+def _evaluated(mod: Mod, grid: Mapping[str, Tensor]) -> Tensor:
+    """A mod on a whole grid."""
+    (found,) = evaluate(mod.program.steps, [mod.program.result], grid, mod.captured, mod.numbers)
+    return found
 
 
 def _shown_by_mod(x: FlexInputs, grid: Mapping[str, Tensor]) -> Tensor | None:
     """Which scores ``mask_mod`` shows, [B or 1, H or 1, M, N]; None for all."""
-    return None if x.mask_mod is None else x.mask_mod(grid)
+    return None if x.mask_mod is None else _evaluated(x.mask_mod, grid)
 
 
 def _modified(x: FlexInputs, scores: Tensor, grid: Mapping[str, Tensor]) -> Tensor:
     """Scores [B, H, M, N] after ``score_mod``."""
     if x.score_mod is None:
         return scores
-    return x.score_mod({"score": scores, **grid}).to(scores.dtype).expand_as(scores)
+    return _evaluated(x.score_mod, {"score": scores, **grid}).to(scores.dtype).expand_as(scores)
 
 
 def _raw_scores(x: FlexInputs, q: Tensor, k: Tensor, block: _Rows) -> Tensor:
@@ -301,7 +236,7 @@ def _through_mod(
 
 def visits_what_shows(blocks: BlockLists, high: int | None, low: int | None, q_len: int, kv_len: int) -> bool:
     """Whether lists visit every block in which some ``low <= j - i <= high``, and whole only those in which all are."""
-    part, full = _both(blocks, kv_len)
+    part, full = visited(blocks, kv_len)
     rows, columns = part.shape[2:]
     if rows * blocks.sizes[0] < q_len or columns * blocks.sizes[1] < kv_len:
         return False

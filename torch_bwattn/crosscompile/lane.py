@@ -17,8 +17,12 @@ from concurrent.futures import ProcessPoolExecutor
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import Tensor
+from torch.nn.attention.flex_attention import create_block_mask
 
+from ..backends.flex_inputs import BlockLists, FlexInputs, Mod
 from ..backends.helion.forms import PREFIX
+from ..mods.trace import traced
 from ..problem import Problem
 from ..selection import drawn
 from ..selection.choose import get_backend
@@ -159,6 +163,44 @@ def _codes(problem: Problem, backend: str) -> Iterator[tuple[Hashable, str]]:
             break
 
 
+_FLEX = "flex"
+"""What tasks call Helion's kernels for mods and lists of blocks."""
+_FLEX_WIDTHS = (64, 128, 256)
+
+
+def _flex_inputs(width: int) -> FlexInputs:
+    """A call of everything: a learned table and arithmetic in the score mod, a mask mod, blocks in part and whole."""
+
+    def score_mod(score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+        return 20.0 * torch.tanh(score / 20.0) + slopes[h] * (kv_idx - q_idx)
+
+    def mask_mod(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+        return q_idx >= kv_idx
+
+    slopes, blocks = torch.ones(8), create_block_mask(mask_mod, None, None, 512, 512, device="cpu")
+    lists = BlockLists(
+        blocks.kv_num_blocks, blocks.kv_indices, blocks.full_kv_num_blocks, blocks.full_kv_indices, blocks.BLOCK_SIZE
+    )
+    score, mask = traced(score_mod, "score_mod"), traced(mask_mod, "mask_mod")
+    q, k, v = (torch.zeros(2, heads, 512, width, dtype=torch.bfloat16) for heads in (8, 2, 2))
+    return FlexInputs(q, k, v, width**-0.5, Mod(score.program, score.captured), Mod(mask.program), lists)
+
+
+def _flex(problem: Problem) -> Iterator[Compiled]:
+    from ..backends.helion import configs, flex, report
+
+    x, chosen = (
+        _flex_inputs(problem.head_dim),
+        configs.flex(problem.head_dim, problem.value_dim, problem.dtype, problem.target),
+    )
+    with report.collected() as prepared:
+        out, lse, _ = flex.forward(x, chosen=chosen)
+        flex.backward(x, out, None, out, lse, [True], chosen=chosen)
+    for one in prepared:
+        if one[0].name not in _WITHOUT_PRODUCTS:
+            yield _judged(problem, dataclasses.replace(_triton(problem, *one), problem=f"{_words(problem)} mods"))
+
+
 def compile_problem(problem: Problem, backend: str, parts: Sequence[str] | None = None) -> list[Compiled]:
     """Some of what :func:`_codes` names for a problem, by default all; empty where the backend refuses it."""
     if parts is None:
@@ -274,7 +316,9 @@ _KNOWN_SPILLS = {
     (9, "attention_forward"): 16,
     (9, "attention_dkv"): 496,
     (9, "attention_dq"): 304,
+    (9, "flex_dkv"): 664,
     (10, "attention_dkv"): 80,
+    (10, "flex_dkv"): 80,
     (10, "attention_flash"): 88,
     (10, "attention_flash_backward"): 56,
     (10, "attention_flash_wide"): 120,
@@ -303,6 +347,8 @@ def _unit(task: _Task) -> list[Compiled]:
     torch.set_num_threads(1)
     problem, backend, parts = task
     try:
+        if backend == _FLEX:
+            return list(_flex(problem))
         return compile_problem(problem, backend, parts)
     except Exception as error:  # noqa: BLE001 (it is what is looked for)
         text = " ".join(str(error).split())[:300]
@@ -322,6 +368,11 @@ def _tasks(target: str, backends: Sequence[str]) -> list[_Task]:
         seen.update(code for code, _ in new)
         if new:
             tasks.append((problem, backend, tuple(part for _, part in new)))
+    if "helion" in backends and not get_backend("helion").missing():
+        sizes = (2, 8, 2, 512, 512)
+        for width in _FLEX_WIDTHS:
+            problem = Problem(target, torch.bfloat16, *sizes, width, width, width**-0.5)
+            tasks.append((problem, _FLEX, ()))
     return tasks
 
 

@@ -17,7 +17,7 @@ from ..mods.program import Program, Ref, hoisted, run
 from ..mods.recognize import Features, recognized
 from ..mods.trace import Traced, traced
 from ..ops.composite import autocast
-from ..ops.flex import BlockLists, route
+from ..ops.flex import inputs, route, way
 from ..problem import DTYPES
 
 _NO_BLOCKS = torch_flex._LARGE_SPARSE_BLOCK_SIZE  # PyTorch's block mask that stands for none has such blocks
@@ -104,17 +104,20 @@ def explain_flex_attention(
     """
     _check(query, key, value, enable_gqa, None, return_lse=False, return_aux=None)
     blocks = _blocks(query, key, block_mask)
-    score = None if score_mod is None else traced(score_mod, "score_mod", lse_dtype(query.dtype)).program
-    mask = None if blocks.mask_mod is noop_mask else traced(blocks.mask_mod, "mask_mod").program
-    lists = None
-    if blocks.fields:
-        part_count, part_index, full_count, full_index = blocks.fields[2:]
-        lists = BlockLists(part_count, part_index, full_count, full_index, blocks.fields[:2])
-    found = route(score, mask, lists, query.shape[2], key.shape[2])
+    scale = 1.0 / math.sqrt(max(query.shape[3], 1)) if scale is None else _number(scale)
+    score = None if score_mod is None else traced(score_mod, "score_mod", lse_dtype(query.dtype))
+    mask = None if blocks.mask_mod is noop_mask else traced(blocks.mask_mod, "mask_mod")
+    mods = [_arguments(what, mod, query.device) for what, mod in (("score_mod", score), ("mask_mod", mask))]
+    lists = [one for one in blocks.fields[2:] if one is not None]
+    x = inputs(query, key, value, scale, (*mods[0], *mods[1], lists, list(blocks.fields[:2])))
+    programs = tuple(None if mod is None else mod.program for mod in (score, mask))
+    found = route(programs[0], programs[1], x.blocks, query.shape[2], key.shape[2])
     if isinstance(found, str):
-        text = f"{found}: runs on reference, in PyTorch's own operations, forward and backward"
+        learned = any(tensor.requires_grad for tensor in mods[0][1])
+        ways = [(direction, way(direction, x, learned)) for direction in ("forward", "backward")]
+        text = "\n".join([f"{found}:", *(f"  {direction}: {one}" for direction, one in ways)])
     else:
-        text = f"recognised as {recognized(score, mask)}"
+        text = f"recognised as {recognized(programs[0], programs[1])}"
     print(f"bwattn.flex_attention: mods {text}")
     if isinstance(found, str):
         return text

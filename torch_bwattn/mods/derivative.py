@@ -46,11 +46,15 @@ class Derivative:
 
     Attributes:
         steps: Read the mod's inputs and :data:`GRAD`.
+        own: How many of them are the mod's own; they do not read :data:`GRAD`.
+        result: What the mod returns.
         score: The gradient of the score; None where it decides nothing.
         loads: Of the captured tensors that were asked for.
     """
 
     steps: tuple[Step, ...]
+    own: int
+    result: Ref
     score: Ref | None
     loads: tuple[Load, ...]
 
@@ -110,6 +114,7 @@ def derivative(
                 values |= named(number, result)
             # The recorder has numbered steps by itself: it knows the indices of loads by their tensors.
             result = values[program.result.name]
+            own, named_result = len(recorder.steps), Ref(recorder.names[id(result)])
             inputs = [score, *(tensor for tensor, _, _ in leaves)]
             found: Sequence[Tensor | None] = (None,) * len(inputs)
             if result.requires_grad:
@@ -122,7 +127,7 @@ def derivative(
         if gradient is not None
     ]
     by_score = None if found[0] is None else Ref(recorder.names[id(found[0])])
-    return Derivative(tuple(recorder.steps), by_score, tuple(loads))
+    return Derivative(tuple(recorder.steps), own, named_result, by_score, tuple(loads))
 
 
 def _read_table(step: Step) -> str:

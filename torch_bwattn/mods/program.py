@@ -151,7 +151,7 @@ _ELEMENTWISE = {
     "sigmoid_backward", "softplus_backward", "softshrink_backward", "tanh_backward", "threshold_backward", "where",
 }  # fmt: skip
 """Pointwise operators that PyTorch has not tagged so, all of them or an overload."""
-_MAKES = {
+MAKES = {
     "full", "full_like", "new_full", "new_ones", "new_zeros", "ones", "ones_like", "scalar_tensor", "zeros",
     "zeros_like",
 }  # fmt: skip
@@ -163,9 +163,28 @@ _OF_VECTORS = {"dot", "expand", "index", "index_put", "select", "select_backward
 def is_known(name: str) -> bool:
     """Whether a mod may call an operator: it is pointwise, makes a tensor, or is one of a few that take vectors."""
     base = name.split(".")[1]
-    if base in _ELEMENTWISE or base in _MAKES or base in _OF_VECTORS:
+    if base in _ELEMENTWISE or base in MAKES or base in _OF_VECTORS:
         return True
     return torch.Tag.pointwise in operator(name).tags  # type: ignore[attr-defined]
+
+
+def vectors(program: Program, ranks: Sequence[int]) -> str:
+    """The first operator of a mod that takes or gives more than scalars; nothing where all values are scalars.
+
+    Args:
+        program: Its program.
+        ranks: How many dimensions each captured tensor has.
+    """
+    for step in program.steps:
+        whole = [ref.name for ref in refs(step)]
+        if step.base == "index":
+            table = step.args[0]
+            if table.name[0] != "@" or len(step.args[1]) != ranks[int(table.name[1:])]:
+                return step.op
+            whole.remove(table.name)
+        if step.base in _OF_VECTORS - {"index"} or any(name[0] == "@" and ranks[int(name[1:])] for name in whole):
+            return step.op
+    return ""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -261,7 +280,7 @@ def _evaluated(step: Step, values: Mapping[str, _Value], device: torch.device) -
     args, kwargs = [look_up(one) for one in step.args], {name: look_up(one) for name, one in step.kwargs}
     if step.op == "aten.masked_fill.Tensor":  # which takes a value without dimensions
         return _Value(torch.where(args[1], args[2].to(args[0].dtype), args[0]), own)
-    if base in _MAKES:
+    if base in MAKES:
         kwargs["device"] = device
         sizes = next((place for place, one in enumerate(step.args) if isinstance(one, tuple)), None)
         if sizes is not None:  # of the value alone, not of the grid
@@ -368,6 +387,17 @@ def hoisted(program: Program) -> tuple[tuple[Step, ...], tuple[Ref, ...], Progra
     result = renamed(program.result, True)
     first = tuple(_mapped(step, lambda ref: renamed(ref, False)) for step in before)
     return first, tuple(renamed(Ref(name), False) for name in wanted), Program(rest, result)
+
+
+def moved(program: Program, tensors: int, numbers: int) -> Program:
+    """The program where so many tensors and integers are captured before its own."""
+    by = {"@": tensors, "#": numbers}
+
+    def change(ref: Ref) -> Ref:
+        kind = ref.name[0]
+        return Ref(f"{kind}{int(ref.name[1:]) + by[kind]}") if kind in by else ref
+
+    return Program(tuple(_mapped(step, change) for step in program.steps), change(program.result))
 
 
 def _mapped(step: Step, change: Callable[[Ref], Ref]) -> Step:

@@ -1,22 +1,25 @@
 """``bwattn::flex_forward`` and ``bwattn::flex_backward``: attention with mods and lists of blocks.
 
 Mods come as text (:mod:`..mods.program`) with the values that they captured. Where they are causality, a window and a
-soft cap, and the lists visit what these show, the call is one of ``sdpa_forward``; else it is computed blockwise.
+soft cap, and the lists visit what these show, the call is one of ``sdpa_forward``; else Helion's kernels compute it
+where they take it, and PyTorch's operations blockwise where they do not.
 """
 
 from __future__ import annotations
 
+import logging
 import weakref
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
 from ..backends import flex_blockwise
-from ..backends.flex_blockwise import BlockLists, FlexInputs, Mod
-from ..errors import UnsupportedProblem
+from ..backends.flex_inputs import BlockLists, FlexInputs, Mod
+from ..backends.helion import flex as helion_flex
+from ..errors import NotCompiled, UnsupportedProblem
 from ..layout import empty_like_order, lse_dtype
 from ..mods.program import Program, parsed
 from ..mods.recognize import Features, recognized, why_not
@@ -24,7 +27,10 @@ from ..selection.pin import pinned
 from . import primitive
 from .schema import NAMESPACE, library
 
-_BLOCKWISE = "reference"
+log = logging.getLogger(__name__)
+
+_BLOCKWISE, _KERNELS = "reference", "helion"
+_Result = TypeVar("_Result")
 
 Mods = tuple[
     str | None,
@@ -39,7 +45,8 @@ Mods = tuple[
 """What says the mods and the lists, in the operators' order."""
 
 
-def _inputs(query: Tensor, key: Tensor, value: Tensor, scale: float, mods: Mods) -> FlexInputs:
+def inputs(query: Tensor, key: Tensor, value: Tensor, scale: float, mods: Mods) -> FlexInputs:
+    """A call from the operators' arguments."""
     score_mod, score_captured, score_numbers, mask_mod, mask_captured, mask_numbers, lists, sizes = mods
     blocks = None
     if lists:
@@ -117,13 +124,61 @@ def _options(x: FlexInputs) -> dict[str, Any] | None:
     return None if isinstance(found, str) else found
 
 
-def _check_pin() -> None:
+_refused: dict[Hashable, str] = {}
+"""What kernels turned out not to take, by direction and mods, and why."""
+
+
+def _mods_key(direction: str, x: FlexInputs) -> Hashable:
+    return direction, *(None if mod is None else mod.program.text for mod in (x.score_mod, x.mask_mod))
+
+
+def _why_not_kernels(direction: str, x: FlexInputs, learned: bool) -> str:
+    """Why kernels do not take a call; nothing where they do."""
+    if learned and direction == "backward" and torch.are_deterministic_algorithms_enabled():
+        return "its kernels add gradients of captured tensors in no fixed order, and deterministic ones are asked for"
+    return helion_flex.why_not(x) or _refused.get(_mods_key(direction, x), "")
+
+
+def way(direction: str, x: FlexInputs, learned: bool) -> str:
+    """What runs a call that no options of ``sdpa_forward`` say, in words.
+
+    Args:
+        direction: ``"forward"`` or ``"backward"``.
+        x: The call.
+        learned: Whether captured tensors need gradients.
+    """
+    reason = _why_not_kernels(direction, x, learned)
+    if reason:
+        return f"{_BLOCKWISE}, in PyTorch's own operations, since {reason}"
+    return f"{_KERNELS}, {helion_flex.words(direction, x)}"
+
+
+def _by_kernels(direction: str, x: FlexInputs, run: Callable[[], _Result], learned: bool = False) -> _Result | None:
+    """What kernels give; None where PyTorch's operations are to compute it.
+
+    Raises:
+        UnsupportedProblem: They were pinned and do not take it, or another backend was pinned.
+    """
     pin = pinned()
-    if pin not in (None, "auto", _BLOCKWISE):
+    if pin == _BLOCKWISE:
+        return None
+    if pin not in (None, "auto", _KERNELS):
         raise UnsupportedProblem(
             f"flex_attention: backend {pin} was pinned, which takes mods that are causality, windows and soft caps, "
-            f"lists of blocks that visit what these show, and no max_scores; nearest: {_BLOCKWISE}"
+            f"lists of blocks that visit what these show, and no max_scores; nearest: {_KERNELS}"
         )
+    reason = _why_not_kernels(direction, x, learned)
+    if not reason:
+        try:
+            return run()
+        except UnsupportedProblem as error:
+            reason = _refused[_mods_key(direction, x)] = str(error)
+        except NotCompiled as error:  # while a CUDA graph is captured
+            reason = str(error)
+    if pin == _KERNELS:
+        raise UnsupportedProblem(f"flex_attention: backend {pin} was pinned: {reason}; nearest: {_BLOCKWISE}")
+    log.debug("flex_attention %s runs on %s: %s", direction, _BLOCKWISE, reason)
+    return None
 
 
 def _one_batch(x: FlexInputs) -> tuple[Tensor, Tensor]:
@@ -135,12 +190,12 @@ def _one_batch(x: FlexInputs) -> tuple[Tensor, Tensor]:
 def forward(query: Tensor, key: Tensor, value: Tensor, scale: float, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
     """One forward on real tensors."""
     mods, with_max_scores = rest[:-1], rest[-1]
-    x = _inputs(query, key, value, scale, mods)
+    x = inputs(query, key, value, scale, mods)
     options = None if with_max_scores else _options(x)
     if options is None:
-        _check_pin()
-        out, lse, most = flex_blockwise.forward(x)
-        primitive.count_call(_BLOCKWISE)
+        found = _by_kernels("forward", x, lambda: helion_flex.forward(x, with_max_scores=with_max_scores))
+        primitive.count_call(_BLOCKWISE if found is None else _KERNELS)
+        out, lse, most = found or flex_blockwise.forward(x)
         return out, lse, most if with_max_scores else lse.new_empty(0)
     k, v = _one_batch(x)
     out, lse = primitive.forward(query, k, v, None, None, 0.0, scale=scale, **options)
@@ -160,11 +215,14 @@ def backward(
 ) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
     """One backward on real tensors; a captured tensor's gradient that is not wanted is empty."""
     mods, wanted = rest[:-1], list(rest[-1])
-    x = _inputs(query, key, value, scale, mods)
+    x = inputs(query, key, value, scale, mods)
     options = _options(x)
     captured = mods[1]
     if options is None:
-        dq, dk, dv, found = flex_blockwise.backward(x, grad_out, grad_lse, lse, wanted)
+        grads = _by_kernels(
+            "backward", x, lambda: helion_flex.backward(x, grad_out, grad_lse, out, lse, wanted), any(wanted)
+        )
+        dq, dk, dv, found = grads or flex_blockwise.backward(x, grad_out, grad_lse, lse, wanted)
         return dq, dk, dv, [query.new_empty(0) if one is None else one for one in found]
     k, v = _one_batch(x)
     dq, dk, dv, _, _ = primitive.backward(

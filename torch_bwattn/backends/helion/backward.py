@@ -153,7 +153,7 @@ def attention_excess(
         c = parts.score_scale(scale, softcap, mask)
         total = hl.full([block_m], 0.0, dtype=torch.float32)
         if sink is not None:
-            total = parts.exp_shifted(hl.load(sink, [h]).to(torch.float32), row_norm, mask)
+            total = parts.exp_shifted(hl.load(sink, [h]).to(torch.float32), row_norm, True)
         for j in hl.grid(tiles):
             col = j * block_n + hl.arange(block_n)
             bound = col < N
@@ -162,7 +162,7 @@ def attention_excess(
             s = hl.dot(q_tile, k_tile.T, out_dtype=torch.float32)
             exponent = parts.exponents(parts.capped(s * c, softcap), softcap, mask)
             exponent = parts.masked_exponents(exponent, mask, mask_tile)
-            p = parts.exp_shifted(exponent, row_norm[:, None], mask)
+            p = parts.exp_shifted(exponent, row_norm[:, None], True)
             seen = parts.visible(row[:, None], col[None, :], N, diagonal, causal, low_diagonal)
             total = total + torch.where(seen, p, 0.0).sum(-1)
         hl.store(excess, [b, h, row], torch.where(large, torch.log2(total), 0.0), extra_mask=inside)

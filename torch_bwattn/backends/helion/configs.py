@@ -280,3 +280,32 @@ def backward_choices(problem: Problem) -> tuple[dict[str, Config], ...]:
             if of == width and other not in found:
                 found.append(other)
     return tuple(found)
+
+
+# Attention with mods: chosen by compiling alone (triton 3.7), none was timed yet. Bytes that are spilled for sm_90a,
+# with a soft cap, a bias and a mask: dQ at 64 128x64 4w 120, as here none; dK and dV at 128 64x128 8w 64, as here none,
+# at 256 64x64 8w 664, 32x64 8w 512, 32x32 8w none but without wgmma. For sm_100a: dK and dV at 128 as here none, at 256
+# 72.
+_FLEX = {
+    64: {"forward": Config(128, 64, 8, 3), "dkv": _keys_first(64, 64, 4, 3), "dq": Config(128, 64, 8, 3)},
+    128: {"forward": Config(128, 64, 8, 3), "dkv": _keys_first(64, 64, 8, 2), "dq": Config(128, 64, 8, 3)},
+    256: {"forward": Config(64, 32, 4, 2), "dkv": _keys_first(64, 64, 8, 1), "dq": Config(128, 32, 8, 2)},
+}
+_TENSOR_MEMORY_FLEX = {
+    64: {"forward": Config(128, 64, 8, 3), "dkv": _keys_first(64, 64, 8, 2), "dq": Config(64, 64, 4, 3)},
+    128: {"forward": Config(128, 64, 8, 3), "dkv": _keys_first(64, 64, 8, 2), "dq": Config(64, 64, 8, 2)},
+    256: {"forward": Config(64, 32, 4, 2), "dkv": _keys_first(32, 64, 8, 1), "dq": Config(64, 32, 8, 1)},
+}
+
+
+def flex(head_dim: int, value_dim: int, dtype: torch.dtype, target: str) -> dict[str, Config]:
+    """Configs by kernel of attention with mods and lists of blocks."""
+    width = max(64, padded(head_dim), padded(value_dim))
+    if dtype == torch.float32:
+        found = {"forward": _FP32_FORWARD[width], **_FP32_BACKWARD[width]}
+    elif capability(target) not in _ROOMY_SHARED_MEMORY:
+        numbers = (32, 32, 4 if width <= 64 else 8, 1 if width > 128 else 2)
+        found = {"forward": Config(*numbers), "dkv": _keys_first(*numbers), "dq": Config(*numbers)}
+    else:
+        found = (_TENSOR_MEMORY_FLEX if has_tcgen05(target) else _FLEX)[width]
+    return {**found, "delta": Config(64, 64, 4, 2, ("tile_m",))}

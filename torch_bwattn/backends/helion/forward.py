@@ -107,10 +107,11 @@ def attention_forward(
             k_tile = parts.load_rows(k, b, hk, col, d, N, D, False)
             s = hl.dot(q_tile, k_tile.T, out_dtype=torch.float32)
             if mask is None and softcap is None and nonnegative_scale:
-                p, alpha, m = _softmax_of_raw_scores(s, c, m, packed)
+                p, alpha, m = softmax_of_raw_scores(s, c, m, packed)
             else:
                 exponent = parts.exponents(parts.capped(s * c, softcap), softcap, mask)
-                p, alpha, m = _softmax(parts.masked_exponents(exponent, mask, mask_tile), m, mask)
+                exponent = parts.masked_exponents(exponent, mask, mask_tile)
+                p, alpha, m = softmax(exponent, m, parts.additive(mask))
             l = l * alpha + p.sum(-1)
             p = _dropped(p, rng_state, b * Hq + h, row, j, threshold, block_m, block_n)
             v_tile = parts.load_rows(v, b, hk, col, dv, N, Dv, False)
@@ -125,7 +126,7 @@ def attention_forward(
             exponent = parts.exponents(parts.capped(s * c, softcap), softcap, mask)
             exponent = parts.masked_exponents(exponent, mask, mask_tile)
             seen = parts.visible(row[:, None], col[None, :], N, diagonal, causal, low_diagonal)
-            p, alpha, m = _softmax(torch.where(seen, exponent, float("-inf")), m, mask)
+            p, alpha, m = softmax(torch.where(seen, exponent, float("-inf")), m, parts.additive(mask))
             l = l * alpha + p.sum(-1)
             p = _dropped(p, rng_state, b * Hq + h, row, j, threshold, block_m, block_n)
             v_tile = parts.load_rows(v, b, hk, col, dv, N, Dv, True)
@@ -134,7 +135,7 @@ def attention_forward(
         # A row without a visible key (and no sink) has l = 0 and acc = 0: output 0, lse = -inf + log(0) = -inf.
         normalizer = keep_scale / torch.where(l == 0.0, 1.0, l)
         parts.store_rows(o, b, h, row, dv, M, Dv, acc * normalizer[:, None])
-        hl.store(lse, [b, h, row], parts.natural(m, mask) + torch.log(l), extra_mask=row < M)
+        hl.store(lse, [b, h, row], parts.natural(m, parts.additive(mask)) + torch.log(l), extra_mask=row < M)
 
 
 def _before_any_key(
@@ -150,7 +151,7 @@ def _before_any_key(
     return m, torch.where(m == float("-inf"), 0.0, 1.0)
 
 
-def _softmax_of_raw_scores(
+def softmax_of_raw_scores(
     s: torch.Tensor, c: float, m: torch.Tensor, packed: bool
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """One online-softmax step over scores not yet scaled: (p, factor for the old sums, new maximum)."""
@@ -159,14 +160,15 @@ def _softmax_of_raw_scores(
     return torch.exp2(exponent), torch.exp2(m - m_next), m_next
 
 
-def _softmax(
-    exponent: torch.Tensor, m: torch.Tensor, mask: torch.Tensor | None
+def softmax(
+    exponent: torch.Tensor, m: torch.Tensor, in_natural: bool
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """One online-softmax step over exponents of which a whole row may be -inf so far."""
     m_next = torch.maximum(m, torch.amax(exponent, -1))
     # -inf minus -inf would be NaN; minus 0 it stays -inf, and the exponential 0.
     shift = torch.where(m_next == float("-inf"), 0.0, m_next)
-    return parts.exp_shifted(exponent, shift.unsqueeze(1), mask), parts.exp_shifted(m, shift, mask), m_next
+    p = parts.exp_shifted(exponent, shift.unsqueeze(1), in_natural)
+    return p, parts.exp_shifted(m, shift, in_natural), m_next
 
 
 def _dropped(

@@ -109,6 +109,14 @@ def _mend_interpreter() -> None:
     interpreter._patch_lang_tensor = patch_and_mend
 
 
+_OF_NUMPY = {
+    **{name: name for name in ("tanh", "log1p", "expm1", "sinh", "cosh", "tan", "hypot", "nextafter")},
+    "asin": "arcsin", "acos": "arccos", "atan": "arctan", "asinh": "arcsinh", "acosh": "arccosh", "atanh": "arctanh",
+    "atan2": "arctan2", "nearbyint": "rint", "trunc": "trunc",
+}  # fmt: skip
+"""Functions of libdevice, and NumPy's that stand for them in the interpreter."""
+
+
 class _InterpretedLibdevice:
     """Stands for ``libdevice`` in the interpreter, which cannot call into that bitcode library.
 
@@ -122,10 +130,16 @@ class _InterpretedLibdevice:
             return lambda x: x != x  # noqa: PLR0124
         if name == "isinf":
             return lambda x: language.abs(x) == float("inf")
-        if name == "tanh":
-            # NumPy's: small where x is, to an ulp or two, as the real one is; 1 - 2 / (e^2x + 1) is not.
-            numpy = importlib.import_module("numpy")
-            return lambda x: language.tensor(type(x.handle)(numpy.tanh(x.handle.data), x.handle.dtype), x.type)
+        if name in _OF_NUMPY:
+            # Its tanh, log1p and the like are small where x is, to an ulp or two, as the real ones are.
+            function = getattr(importlib.import_module("numpy"), _OF_NUMPY[name])
+
+            def call(*values: Any) -> Any:
+                first = values[0]
+                data = function(*(value.handle.data for value in values))
+                return language.tensor(type(first.handle)(data, first.handle.dtype), first.type)
+
+            return call
         if name == "pow":
             return lambda x, y: language.exp2(y * language.log2(x))
         function = getattr(language, name, None)

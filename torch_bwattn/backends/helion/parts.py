@@ -228,14 +228,14 @@ def uncapped(ds: torch.Tensor, score: torch.Tensor, softcap: float | None) -> to
     return ds if softcap is None else ds * (1.0 - score * score)
 
 
-def natural(exponent: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
-    """An exponent in natural units."""
-    return exponent if additive(mask) else exponent * LN2
+def natural(exponent: torch.Tensor, in_natural: bool) -> torch.Tensor:
+    """An exponent in natural units, which it may have anyway."""
+    return exponent if in_natural else exponent * LN2
 
 
-def exp_shifted(exponent: torch.Tensor, shift: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
-    """``exp(exponent - shift)``, where both are in the units that :func:`exponent_scale` gives."""
-    if additive(mask):
+def exp_shifted(exponent: torch.Tensor, shift: torch.Tensor, in_natural: bool) -> torch.Tensor:
+    """``exp(exponent - shift)``, where both are in natural units, or in base 2."""
+    if in_natural:
         # Subtract first: see the module docstring.
         return torch.exp2((exponent - shift) * LOG2E)
     return torch.exp2(exponent - shift)

@@ -16,7 +16,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from . import runtime
+from . import flex, runtime
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -113,12 +113,14 @@ def collected() -> Iterator[list[Prepared]]:
         found.append((family, arguments, config))
         return lambda *_: None
 
+    flex.forget_launches()
     original = runtime.KernelFamily.prepare
     runtime.KernelFamily.prepare = prepare  # type: ignore[method-assign, assignment]
     try:
         yield found
     finally:
         runtime.KernelFamily.prepare = original  # type: ignore[method-assign]
+        flex.forget_launches()
 
 
 def report(binary: Any, name: str, capability: tuple[int, int], seconds: float = 0.0) -> CompileReport:

@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ...errors import SettingError
+from ...errors import NotCompiled, SettingError
 from . import forms, loader, pretend, specialization
 
 if TYPE_CHECKING:
@@ -542,13 +542,13 @@ def refuse_during_capture(name: str, device: torch.device) -> None:
     """Raises when the current stream of ``device`` is being captured into a CUDA graph.
 
     Raises:
-        RuntimeError: A capture is under way; compiling or loading code would break it.
+        NotCompiled: A capture is under way; compiling or loading code would break it.
     """
     if device.type == "cuda":
         with torch.cuda.device(device):
             capturing = torch.cuda.is_current_stream_capturing()
         if capturing:
-            raise RuntimeError(
+            raise NotCompiled(
                 f"{name} is not compiled yet for these arguments and cannot be compiled during CUDA graph capture: "
                 "call it once with the same shapes, strides and flags before capturing (warm up)"
             )

@@ -1,0 +1,80 @@
+"""What a call with mods and lists of blocks is to the backends that compute it."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from ..layout import lse_dtype
+from ..mods.program import Program
+
+
+@dataclasses.dataclass(frozen=True)
+class Mod:
+    """A program with the values that it captured."""
+
+    program: Program
+    captured: Sequence[Tensor] = ()
+    numbers: Sequence[int] = ()
+
+
+@dataclasses.dataclass(frozen=True)
+class BlockLists:
+    """Which blocks of scores are visited, as in ``torch.nn.attention.flex_attention.BlockMask``.
+
+    Attributes:
+        part_count: Of each row of blocks, how many are visited where ``mask_mod`` says so, int32 [B or 1, H or 1, R].
+        part_index: Which, [B or 1, H or 1, R, C]; beyond the count not read.
+        full_count: How many are visited whole, or None for none.
+        full_index: Which.
+        sizes: Queries and keys of a block.
+    """
+
+    part_count: Tensor
+    part_index: Tensor
+    full_count: Tensor | None
+    full_index: Tensor | None
+    sizes: tuple[int, int]
+
+
+@dataclasses.dataclass(frozen=True)
+class FlexInputs:
+    """Operands of a forward. ``k`` and ``v`` have a batch of 1 for all, or the query's, and heads that divide its.
+
+    ``score_mod`` and ``mask_mod`` are None where they change nothing.
+    """
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    scale: float
+    score_mod: Mod | None = None
+    mask_mod: Mod | None = None
+    blocks: BlockLists | None = None
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of scores."""
+        return lse_dtype(self.q.dtype)
+
+
+def _dense(count: Tensor, index: Tensor, columns: int) -> Tensor:
+    """The blocks of a list as bool [B, H, R, columns]."""
+    listed = torch.arange(index.shape[-1], device=index.device) < count.unsqueeze(-1)
+    # What is beyond the count goes to a column of its own, which is cut off.
+    place = torch.where(listed, index.to(torch.int64), columns)
+    return torch.zeros((*index.shape[:-1], columns + 1), dtype=torch.bool, device=index.device).scatter_(
+        -1, place, value=True
+    )[..., :columns]
+
+
+def visited(blocks: BlockLists, kv_len: int) -> tuple[Tensor, Tensor]:
+    """Blocks that are visited in part, and those that are visited whole."""
+    columns = max(blocks.part_index.shape[-1], -(-kv_len // blocks.sizes[1]))
+    part = _dense(blocks.part_count, blocks.part_index, columns)
+    if blocks.full_count is None or blocks.full_index is None:
+        return part, torch.zeros_like(part)
+    return part, _dense(blocks.full_count, blocks.full_index, columns)

@@ -1,0 +1,313 @@
+"""Attention with mods and lists of blocks by Helion kernels: what they take, and how a call reaches them.
+
+Kernels and their language load at the first call, never for :func:`why_not`. What is launched is remembered under the
+call's metadata, as for ``sdpa``.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import threading
+from collections.abc import Hashable, Mapping, Sequence
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...errors import UnsupportedProblem
+from ...layout import empty_like_order
+from ...mods.program import Program, Ref, moved, vectors
+from ...target import capability, target_of
+from ..flex_inputs import BlockLists, FlexInputs, Mod
+from . import configs, loader
+from .flex_blocks import aligned, transposed
+
+_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+_WIDEST = 256
+MOST_TENSORS = 8
+"""How many captured tensors the kernels' signatures have room for."""
+MOST_NUMBERS = 4
+_TABLE_DTYPES = (
+    torch.bool, torch.uint8, torch.int8, torch.int32, torch.int64, torch.float16, torch.bfloat16, torch.float32,
+    torch.float64,
+)  # fmt: skip
+_MOST_LAUNCHES = 4096
+
+
+def why_not(x: FlexInputs) -> str:
+    """Why the kernels do not take a call; nothing where they do, unless Helion does not lower what a mod calls."""
+    missing = loader.why_missing()
+    if missing:
+        return missing
+    target = target_of(x.q.device)
+    arch = capability(target)
+    if arch is None or arch < (8, 0):
+        return f"its kernels need a CUDA device of sm_80 or later, got {target}"
+    if x.q.dtype not in _DTYPES:
+        return f"its kernels take bfloat16, float16 and float32, got {x.q.dtype}"
+    widths = x.q.shape[3], x.v.shape[3]
+    if not all(0 < width <= _WIDEST for width in widths):
+        return f"its kernels take widths from 1 to {_WIDEST}, got D={widths[0]} and Dv={widths[1]}"
+    if not (x.q.numel() and x.k.numel()):
+        return "nothing to attend needs no kernel"
+    mods = [(what, mod) for what, mod in (("score_mod", x.score_mod), ("mask_mod", x.mask_mod)) if mod is not None]
+    for what, mod in mods:
+        op = vectors(mod.program, [tensor.dim() for tensor in mod.captured])
+        if op:
+            return f"its kernels take mods of scalars, and {what} calls {op} on more"
+        for tensor in mod.captured:
+            if tensor.dtype not in _TABLE_DTYPES or not tensor.numel():
+                return f"its kernels read no captured tensors of {tensor.dtype} and shape {list(tensor.shape)}"
+        if any(not -(2**31) <= int(number) < 2**31 for number in mod.numbers):
+            return f"its kernels take captured integers of 32 bits, and {what} has others"
+    tensors = sum(len(mod.captured) for _, mod in mods) + (x.blocks is not None)
+    numbers = sum(len(mod.numbers) for _, mod in mods)
+    if tensors > MOST_TENSORS or numbers > MOST_NUMBERS:
+        return f"its kernels take {MOST_TENSORS} captured tensors and {MOST_NUMBERS} integers, got {tensors}, {numbers}"
+    return ""
+
+
+def _chosen(x: FlexInputs) -> dict[str, configs.Config]:
+    """Configs by kernel."""
+    return configs.flex(x.q.shape[3], x.v.shape[3], x.q.dtype, target_of(x.q.device))
+
+
+def words(direction: str, x: FlexInputs) -> str:
+    """The configs that a call runs with."""
+    kernels = ("forward",) if direction == "forward" else ("dkv", "dq")
+    return "; ".join(f"{kernel} {_chosen(x)[kernel]}" for kernel in kernels)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Captured:
+    """Both mods with what they captured in one row of arguments."""
+
+    score_mod: str | None
+    mask_mod: str | None
+    tensors: tuple[Tensor | None, ...]
+    ranks: tuple[int, ...]
+    numbers: tuple[int | None, ...]
+
+
+def _captured(x: FlexInputs) -> _Captured:
+    nothing = Mod(Program((), Ref("score")))
+    score, mask = x.score_mod or nothing, x.mask_mod or nothing
+    tensors = [tensor if tensor.dim() else tensor.view(1) for tensor in (*score.captured, *mask.captured)]
+    numbers = [int(number) for number in (*score.numbers, *mask.numbers)]
+    after = moved(mask.program, len(score.captured), len(score.numbers))
+    return _Captured(
+        None if x.score_mod is None else score.program.text,
+        None if x.mask_mod is None else after.text,
+        (*tensors, *(None,) * (MOST_TENSORS - len(tensors))),
+        tuple(tensor.dim() for tensor in tensors),
+        (*numbers, *(None,) * (MOST_NUMBERS - len(numbers))),
+    )
+
+
+@cache
+def _family(kernel: str, ranks: tuple[int, ...]) -> Any:
+    """A kernel for captured tensors of so many dimensions."""
+    runtime = importlib.import_module(f"{__package__}.runtime")
+    function = getattr(importlib.import_module(f"{__package__}.{_MODULES[kernel]}"), kernel)
+    dims, canonical = dict(_DIMS[kernel]), dict(_CANONICAL)
+    for place, rank in enumerate(ranks):
+        names = [f"T{place}{dim}" for dim in range(rank)]
+        dims[f"t{place}"] = dims[f"g{place}"] = " ".join(names)
+        canonical |= {name: 37 + 20 * place + 5 * dim for dim, name in enumerate(names)}
+    for place in range(len(ranks), MOST_TENSORS):  # always None
+        dims[f"t{place}"] = dims[f"g{place}"] = "1"
+    if kernel != "flex_dq":
+        dims = {name: text for name, text in dims.items() if name[0] != "g"}
+    return runtime.KernelFamily(function, dims=dims, canonical=canonical)
+
+
+_MODULES = {"flex_forward": "flex_forward", "flex_dkv": "flex_backward", "flex_dq": "flex_backward"}
+_OPERANDS = {"q": "B Hq M D", "k": "B Hkv N D", "v": "B Hkv N Dv"}
+_ROWS = {"part_count": "B Hq R", "part_index": "B Hq R C", "full_count": "B Hq R", "full_index": "B Hq R F"}
+_TERMS = {"do": "B Hq M Dv", "norm": "B Hq M", "delta": "B Hq M"}
+_DIMS = {
+    "flex_forward": {**_OPERANDS, **_ROWS, "o": "B Hq M Dv", "lse": "B Hq M", "most": "B Hq M"},
+    "flex_dkv": {**_OPERANDS, **_ROWS, **_TERMS, "dk": "B Hkv N D", "dv": "B Hkv N Dv"},
+    "flex_dq": {**_OPERANDS, **_ROWS, **_TERMS, "dq": "B Hq M D"},
+}
+_CANONICAL = {"R": 17, "C": 19, "F": 23}
+
+_launches: dict[Hashable, Any] = {}
+_lock = threading.Lock()
+
+
+def _prepared(family: Any, arguments: Sequence[Any], config: configs.Config) -> Any:
+    try:
+        return family.prepare(arguments, config.helion())
+    except _not_lowered() as error:
+        cause: BaseException = error
+        while cause.__cause__ is not None:
+            cause = cause.__cause__
+        line = next(iter(str(cause).splitlines()), "")
+        raise UnsupportedProblem(f"Helion does not lower the mods: {type(cause).__name__}: {line}") from error
+
+
+@cache
+def _not_lowered() -> tuple[type[Exception], ...]:
+    """What is raised where a mod calls something that Helion or Triton has no form of."""
+    helion = importlib.import_module("helion.exc")
+    triton = importlib.import_module("triton.compiler.errors")
+    return helion.Base, triton.CompilationError, NotImplementedError
+
+
+def _run(family: Any, arguments: Sequence[Any], config: configs.Config) -> None:
+    """Launches a kernel, prepared once for what its arguments look like; numbers may differ.
+
+    Raises:
+        UnsupportedProblem: Helion does not lower what a mod calls.
+    """
+    key = (
+        family, config,
+        *(
+            (one.shape, one.stride(), one.dtype, one.device) if isinstance(one, Tensor)
+            else one if name in family.constexprs or one is None else type(one)
+            for name, one in zip(family.parameters, arguments, strict=True)
+        ),
+    )  # fmt: skip
+    launch = _launches.get(key)
+    if launch is None:
+        launch = _prepared(family, arguments, config)
+        with _lock:
+            if len(_launches) >= _MOST_LAUNCHES:
+                _launches.clear()
+            _launches[key] = launch
+    launch(*arguments)
+
+
+def forget_launches() -> None:
+    """Prepares anew what is called next."""
+    with _lock:
+        _launches.clear()
+
+
+def _multiples(chosen: Mapping[str, configs.Config]) -> tuple[int, int]:
+    """What every kernel's tiles divide: they are powers of two."""
+    tiles = [config for kernel, config in chosen.items() if kernel != "delta"]
+    return max(config.tile_m for config in tiles), max(config.tile_n for config in tiles)
+
+
+def _lists(blocks: BlockLists | None, x: FlexInputs) -> tuple[Tensor | None, ...]:
+    """The arguments that lists are."""
+    if blocks is None:
+        return None, None, None, None
+    outer = x.q.shape[:2]
+    some = (blocks.part_count, blocks.part_index, blocks.full_count, blocks.full_index)
+    return tuple(None if one is None else one.expand(*outer, *one.shape[2:]) for one in some)
+
+
+def _ragged(length: int, block: int) -> bool:
+    return length % block != 0
+
+
+def _sizes(x: FlexInputs, config: configs.Config) -> tuple[int, int]:
+    """Queries and keys of what is visited at once: a block, or a tile without lists."""
+    return (config.tile_m, config.tile_n) if x.blocks is None else x.blocks.sizes
+
+
+def forward(
+    x: FlexInputs, *, with_max_scores: bool = False, chosen: Mapping[str, configs.Config] | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """``(out, lse, max_scores)``, the last empty where it is not wanted.
+
+    Args:
+        x: What :func:`why_not` has nothing against.
+        with_max_scores: Whether to write these.
+        chosen: Configs by kernel, by default :func:`.configs.flex`'s.
+    """
+    chosen = chosen or _chosen(x)
+    config = chosen["forward"]
+    x = aligned(x, _multiples(chosen))
+    mods = _captured(x)
+    out = empty_like_order(x.q, x.v.shape[3])
+    lse = torch.empty(x.q.shape[:3], dtype=torch.float32, device=x.q.device)
+    most = torch.empty_like(lse) if with_max_scores else None
+    sizes = _sizes(x, config)
+    arguments = (
+        x.q, *_of_batch(x), *_lists(x.blocks, x), *mods.tensors, out, lse, most, *mods.numbers, float(x.scale),
+        sizes[0] // config.tile_m, sizes[1] // config.tile_n, mods.score_mod, mods.mask_mod, x.scale >= 0,
+        _ragged(x.k.shape[2], sizes[1]), config.packed,
+    )  # fmt: skip
+    _run(_family("flex_forward", mods.ranks), arguments, config)
+    return out, lse, lse.new_empty(0) if most is None else most
+
+
+def backward(
+    x: FlexInputs,
+    grad_out: Tensor,
+    grad_lse: Tensor | None,
+    out: Tensor,
+    lse: Tensor,
+    wanted: Sequence[bool],
+    *,
+    chosen: Mapping[str, configs.Config] | None = None,
+) -> tuple[Tensor, Tensor, Tensor, list[Tensor | None]]:
+    """Gradients of q, k, v, and of those of the score mod's captured tensors that are ``wanted``.
+
+    Args:
+        x: As :func:`forward` took it.
+        grad_out: Of the output.
+        grad_lse: Of lse, or None.
+        out: The forward's.
+        lse: The forward's.
+        wanted: Of each captured tensor, whether it needs a gradient.
+        chosen: Configs by kernel, by default :func:`.configs.flex`'s.
+    """
+    backward_module = importlib.import_module(f"{__package__}.backward")
+    chosen = chosen or _chosen(x)
+    k_batch, captured = x.k.shape[0], () if x.score_mod is None else x.score_mod.captured
+    x = aligned(x, _multiples(chosen))
+    mods = _captured(x)
+    k, v = _of_batch(x)
+    lse, grad_lse = lse.contiguous(), None if grad_lse is None else grad_lse.contiguous()
+    norm, delta = torch.empty_like(lse), torch.empty_like(lse)
+    terms = (out, grad_out, lse, grad_lse, norm, delta, 1.0, x.score_mod is not None)
+    _run(backward_module.DELTA, terms, chosen["delta"])
+
+    q_len, kv_len = x.q.shape[2], k.shape[2]
+    dq, dk, dv = (empty_like_order(one, one.shape[3]) for one in (x.q, k, v))
+    config = chosen["dkv"]
+    sizes = _sizes(x, config)
+    columns = None if x.blocks is None else transposed(x.blocks, q_len, kv_len)
+    arguments = (
+        x.q, k, v, *_lists(columns, x), *mods.tensors, grad_out, norm, delta, dk, dv, *mods.numbers, float(x.scale),
+        sizes[1] // config.tile_n, sizes[0] // config.tile_m, mods.score_mod, mods.mask_mod, _ragged(q_len, sizes[0]),
+        backward_module.row_copies_for(config.helion()),
+    )  # fmt: skip
+    _run(_family("flex_dkv", mods.ranks), arguments, config)
+
+    config = chosen["dq"]
+    sizes = _sizes(x, config)
+    grads = [
+        torch.zeros(one.shape or (1,), dtype=torch.promote_types(one.dtype, torch.float32), device=one.device)
+        if want
+        else None
+        for one, want in zip(captured, wanted, strict=True)
+    ]
+    arguments = (
+        x.q, k, v, *_lists(x.blocks, x), *mods.tensors, grad_out, norm, delta, dq,
+        *grads, *(None,) * (MOST_TENSORS - len(grads)), *mods.numbers, float(x.scale),
+        sizes[0] // config.tile_m, sizes[1] // config.tile_n, mods.score_mod, mods.mask_mod,
+        _ragged(q_len, sizes[0]) or _ragged(kv_len, sizes[1]),
+    )  # fmt: skip
+    _run(_family("flex_dq", mods.ranks), arguments, config)
+    if k_batch != k.shape[0]:
+        dk, dv = (
+            empty_like_order(like, like.shape[3]).copy_(grad.sum(0, keepdim=True))
+            for like, grad in ((x.k, dk), (x.v, dv))
+        )
+    of_captured = [
+        None if grad is None else grad.view(one.shape).to(one.dtype) for grad, one in zip(grads, captured, strict=True)
+    ]
+    return dq, dk, dv, of_captured
+
+
+def _of_batch(x: FlexInputs) -> tuple[Tensor, Tensor]:
+    """Keys and values of the query's batch."""
+    return x.k.expand(x.q.shape[0], -1, -1, -1), x.v.expand(x.q.shape[0], -1, -1, -1)
