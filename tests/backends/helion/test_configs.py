@@ -14,7 +14,6 @@ from torch_bwattn.problem import Problem, describe
 from torch_bwattn.target import capability
 
 HOPPER = Problem("sm_90a", torch.bfloat16, 2, 8, 2, 128, 128, 64, 64, 0.125)
-SHARED_KIB = {"sm_90a": 227, "sm_86": 99}
 
 
 def changed(**changes: object) -> Problem:
@@ -47,9 +46,9 @@ def test_every_kind_of_problem_has_one(width, target, mask_dtype, dropout_p, dty
 
 
 @pytest.mark.compile_only
-@pytest.mark.parametrize(("target", "width"), [("sm_90a", 256), ("sm_86", 256)])
-def test_the_busiest_problem_fits_shared_memory(target, width, monkeypatch):
-    """A float32 mask, its gradient and dropout: whatever asks for less fits too."""
+def test_the_busiest_problem_fits_shared_memory(monkeypatch):
+    """A float32 mask, its gradient and dropout, where there is least of it: whatever asks for less fits too."""
+    target, width, shared = "sm_86", 256, 99 * 1024
     from torch_bwattn.backends.helion import report, runtime
 
     compiled = {}
@@ -71,4 +70,4 @@ def test_the_busiest_problem_fits_shared_memory(target, width, monkeypatch):
     HelionBackend().backward(problem)(inputs, (True, True, True, True, False))
     assert len(compiled) == 6
     for name, kernel in compiled.items():
-        assert kernel.shared_bytes <= SHARED_KIB[target] * 1024, f"{name}: {kernel}"
+        assert kernel.shared_bytes <= shared, f"{name}: {kernel}"
