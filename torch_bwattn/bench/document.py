@@ -8,6 +8,7 @@ A document is a dictionary of plain JSON values::
     rows         one record per row, direction and provider
     host         one record per way of calling and provider
     memory       one record per provider
+    flex         one record per pattern, direction and provider; absent from older documents
 
 Every record has ``provider`` and ``status``: ``ok``, ``wrong`` (it failed the accuracy rule and was not timed),
 ``missing`` (not installed) or ``failed`` (it raised); the last three come with a ``reason``.
@@ -48,11 +49,16 @@ _FIELDS: dict[str, dict[str, Any]] = {
     },
     "host": {**_COMMON, "call": str, "shape": str, "dtype": str},
     "memory": {**_COMMON, "shape": str, "dtype": str, "causal": bool},
+    "flex": {**_COMMON, "pattern": str, "direction": str, "shape": str, "dtype": str, "density": _NUMBER},
 }
+SECTIONS = tuple(_FIELDS)
+_LATER_SECTIONS = ("flex",)
+"""Those that older documents have not."""
 _FIELDS_WHEN_OK: dict[str, dict[str, Any]] = {
     "rows": {"ms": _NUMBER, "p20_ms": _NUMBER, "p80_ms": _NUMBER, "tflops": _NUMBER, "laps": int, "check": dict},
     "host": {"us": _NUMBER, "p20_us": _NUMBER, "p80_us": _NUMBER},
     "memory": {"extra_bytes": int, "bound_bytes": int},
+    "flex": {"ms": _NUMBER, "p20_ms": _NUMBER, "p80_ms": _NUMBER, "tflops": _NUMBER, "laps": int, "check": dict},
 }
 
 
@@ -65,6 +71,7 @@ def new(environment: Mapping[str, Any], options: Mapping[str, Any]) -> dict[str,
         "rows": [],
         "host": [],
         "memory": [],
+        "flex": [],
     }
 
 
@@ -82,7 +89,7 @@ def _complaints(document: Any) -> Iterator[str]:
             if not isinstance(environment.get(name), kind):
                 yield f"environment.{name}: expected {kind.__name__}, got {environment.get(name)!r}"
     for section in _FIELDS:
-        records = document.get(section)
+        records = document.get(section, [] if section in _LATER_SECTIONS else None)
         if not isinstance(records, list):
             yield f"{section}: expected a list, got {records!r}"
             continue

@@ -258,4 +258,8 @@ def title_of(name: str) -> str:
     if name.startswith(f"{OURS}."):
         backend, _, function = name.removeprefix(f"{OURS}.").partition(".")
         return OpProvider(backend, function=bool(function)).title
-    return PEERS[name]().title if name in PEERS else name
+    return PEERS[name]().title if name in PEERS else FLEX_PEERS.get(name, name)
+
+
+FLEX_PEERS = {"flex_triton": "Flex (Triton)", "flex_flash": "Flex (FLASH)"}
+"""PyTorch's own ``flex_attention`` by its backends, of the ``flex`` suite: names and titles."""

@@ -65,6 +65,12 @@ def _render_one(loaded: Mapping[str, Any]) -> str:
         parts.append(f"**Host cost of one eager call, us: median (20 to 80 %)**\n\n{_host_table(loaded['host'])}")
     if _ordered_providers(loaded["memory"]):
         parts.append(f"**Peak extra memory of forward and backward, MiB**\n\n{_memory_table(loaded['memory'])}")
+    flex: Sequence[Mapping[str, Any]] = loaded.get("flex", ())
+    for direction, title in ((FORWARD, "forward"), (BACKWARD, "backward")):
+        records = [record for record in flex if record["direction"] == direction]
+        if _ordered_providers(records):
+            head = f"**`flex_attention` {title} at {records[0]['shape']}, TFLOP/s of the blocks that are visited**"
+            parts.append(f"{head}\n\n{_flex_table(records)}")
     remarks = _remarks(loaded)
     if remarks:
         parts.append(remarks)
@@ -79,7 +85,7 @@ def _introduction(loaded: Mapping[str, Any]) -> str:
         words.append(f"driver {environment['driver']}")
     shown = ("torch", "cudnn", "triton", "helion", "nvidia-cutlass-dsl", "flash-attn-4")
     words += [f"{'cuDNN' if name == 'cudnn' else name} {versions[name]}" for name in shown if versions.get(name)]
-    dtypes = sorted({record["dtype"] for section in ("rows", "host", "memory") for record in loaded[section]})
+    dtypes = sorted({record["dtype"] for section in document.SECTIONS for record in loaded.get(section, ())})
     text = ", ".join(words) + "."
     if dtypes:
         text += f" Element type {' and '.join(dtypes)}."
@@ -202,6 +208,23 @@ def _host_cell(record: Mapping[str, Any]) -> str:
     return f"{record['us']:.1f} ({record['p20_us']:.0f}-{record['p80_us']:.0f})"
 
 
+def _flex_table(records: Sequence[Mapping[str, Any]]) -> str:
+    providers = _ordered_providers(records)
+    ours = next((name for name in providers if _is_ours(name)), None)
+    head = ["pattern", "visited", *(title_of(name) for name in providers)]
+    if ours is not None:
+        head.append("of the best peer")
+    body = []
+    for pattern in dict.fromkeys(record["pattern"] for record in records):
+        group = {record["provider"]: record for record in records if record["pattern"] == pattern}
+        density = next(iter(group.values()))["density"]
+        cells = [pattern, f"{density:.1%}", *(_figure(group.get(name)) for name in providers)]
+        if ours is not None:
+            cells.append(_share(group.get(ours), best_peer(group.values())))
+        body.append(cells)
+    return table(head, body)
+
+
 def _memory_table(records: Sequence[Mapping[str, Any]]) -> str:
     providers = _ordered_providers(records)
     body = []
@@ -228,8 +251,8 @@ def _mebibytes(size: int) -> str:
 def _remarks(loaded: Mapping[str, Any]) -> str:
     """One line for each provider that is missing, failed or wrong, with the first reason."""
     seen: dict[tuple[str, str], tuple[str, int]] = {}
-    for section in ("rows", "host", "memory"):
-        for record in loaded[section]:
+    for section in document.SECTIONS:
+        for record in loaded.get(section, ()):
             if record["status"] == document.OK:
                 continue
             key = (record["provider"], record["status"])

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from .. import environment
-from . import check, document
+from . import check, document, patterns
 from .peers import Attention, Provider
 from .rows import BACKWARD, DIRECTIONS, FORWARD, Inputs, Row, make_inputs
 from .timing import (
@@ -35,7 +35,8 @@ from .timing import (
 ROWS = "rows"
 HOST = "host"
 MEMORY = "memory"
-SUITES = (ROWS, HOST, MEMORY)
+FLEX = "flex"
+SUITES = (ROWS, HOST, MEMORY, FLEX)
 
 HOST_ROW = Row(batch=1, heads=8, kv_heads=8, length=128, head_dim=64, causal=False)
 MEMORY_ROW = Row(batch=4, heads=32, kv_heads=32, length=8192, head_dim=128, causal=False)
@@ -60,6 +61,7 @@ class Plan:
         host_calls: Calls in a block of the ``host`` suite.
         host_blocks: Blocks of the ``host`` suite.
         memory_row: The shape of the ``memory`` suite.
+        flex_row: The shape of the ``flex`` suite.
     """
 
     rows: Sequence[Row]
@@ -73,6 +75,7 @@ class Plan:
     host_calls: int = 100
     host_blocks: int = 40
     memory_row: Row = MEMORY_ROW
+    flex_row: Row = patterns.FLEX_ROW
 
     def options(self) -> dict[str, Any]:
         """How it was measured, for the document."""
@@ -113,15 +116,20 @@ def run(
     if plan.device.type == "cuda":
         index = torch.cuda.current_device() if plan.device.index is None else plan.device.index
     made = document.new(environment.describe(index, commit), plan.options())
-    if ROWS in plan.suites:
-        stopwatch: Stopwatch = CudaStopwatch(plan.device) if index is not None else HostStopwatch()
+    stopwatch: Stopwatch | None = None
+    if {ROWS, FLEX} & set(plan.suites):
+        stopwatch = CudaStopwatch(plan.device) if index is not None else HostStopwatch()
+    if ROWS in plan.suites and stopwatch is not None:
         present, absent = _part_missing(providers, log)
         for row in plan.rows:
             for direction in plan.directions:
                 made[ROWS] += [_row_record(row, direction, name, reason) for name, reason in absent.items()]
             made[ROWS] += measure_row(row, present, plan, stopwatch, log)
             save(made)
-        del stopwatch
+    if FLEX in plan.suites and stopwatch is not None:
+        made[FLEX] += patterns.measure(plan, stopwatch, log)
+        save(made)
+    del stopwatch
     if MEMORY in plan.suites:
         made[MEMORY] += measure_memory(plan.memory_row, providers, plan, log)
         save(made)

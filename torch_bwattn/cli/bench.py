@@ -28,7 +28,9 @@ _PEERS = ("cudnn", "aten_flash", "fa4", "flex")
 def configure(parser: argparse.ArgumentParser) -> None:
     """Declares the options."""
     what = parser.add_argument_group("what is measured")
-    what.add_argument("--suite", choices=("rows", "host", "memory", "all"), default="rows", help="default: rows")
+    what.add_argument(
+        "--suite", choices=("rows", "host", "memory", "flex", "all"), default="rows", help="default: rows"
+    )
     what.add_argument(
         "--rows", default="fwd,bwd", metavar="LIST", help="directions of the rows: fwd, bwd (default both)"
     )
@@ -248,7 +250,7 @@ def conclude(made: Any, provider: str) -> int:
     Returns:
         1 where a result of ``provider`` is wrong or failed, else 0.
     """
-    from ..bench import document, limits, report, suite
+    from ..bench import document, limits, patterns, report, suite
 
     _say("")
     _say(report.render([made]))
@@ -264,7 +266,7 @@ def conclude(made: Any, provider: str) -> int:
         record
         for name in suite.SUITES
         for record in made[name]
-        if record["provider"] == provider and record["status"] != document.OK
+        if record["provider"] in (provider, patterns.OUR_PROVIDER) and record["status"] != document.OK
     ]
     for record in bad:
         print(f"{provider}: {record['status']}: {record['reason']}", file=sys.stderr)
