@@ -30,19 +30,20 @@ class _Index(TorchFunctionMode):
 def operands(
     heads: int = 2, q_len: int = 64, kv_len: int | None = None, *, batch: int = 2, kv_heads: int | None = None,
     kv_batch: int | None = None, width: int = 8, v_width: int | None = None, dtype: torch.dtype = torch.float32,
-    seed: int = 0,
+    seed: int = 0, device: torch.device | str = "cpu",
 ) -> list[Tensor]:  # fmt: skip
-    """Query, key and value that require gradients."""
+    """Query, key and value that require gradients, of the same values on each device."""
     generator = torch.Generator().manual_seed(seed)
     kv_len = q_len if kv_len is None else kv_len
     outer = kv_batch or batch, kv_heads or heads, kv_len
     shapes = (batch, heads, q_len, width), (*outer, width), (*outer, v_width or width)
-    return [torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype).requires_grad_() for shape in shapes]
+    drawn = (torch.randn(shape, generator=generator, dtype=torch.float64, device="cpu") for shape in shapes)
+    return [one.to(device, dtype).requires_grad_() for one in drawn]
 
 
 def shown_by(mask_mod: Callable[..., Any], query: Tensor, key: Tensor) -> Tensor:
     """What a mask shows, [B, H, L, S]."""
-    return create_mask(mask_mod, *query.shape[:3], key.shape[2], device="cpu")
+    return create_mask(mask_mod, *query.shape[:3], key.shape[2], device=query.device)
 
 
 def _modified(raw: Tensor, score_mod: Callable[..., Any], hidden: Tensor) -> tuple[Tensor, Tensor]:
@@ -129,7 +130,10 @@ def check(
     if not leaves:
         return
     generator = torch.Generator().manual_seed(7)
-    by_out, by_lse = (torch.randn(one.shape, generator=generator, dtype=torch.float64) for one in (out, lse))
+    by_out, by_lse = (
+        torch.randn(one.shape, generator=generator, dtype=torch.float64, device="cpu").to(one.device)
+        for one in (out, lse)
+    )
     by_out = by_out.to(out.dtype)
     by_lse = by_lse.masked_fill(wanted_lse == -torch.inf, 0.0)
     alive = wanted_lse.masked_fill(wanted_lse == -torch.inf, 0.0)

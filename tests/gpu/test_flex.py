@@ -1,0 +1,208 @@
+"""``flex_attention`` on a GPU: attention-gym, drawn mods, lists, compiled code, CUDA graphs."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, seed, settings
+from torch.nn.attention import flex_attention as torch_flex
+from torch.nn.attention.flex_attention import AuxRequest, create_block_mask
+
+import torch_bwattn
+from tests.flex.dense import check, close, dense, operands, shown_by
+from tests.flex.drawn import MOST, Captured, masks, score_mods
+from tests.flex.emitted import check as check_many
+from tests.flex.emitted import drawn_mods
+
+pytest.importorskip("attn_gym")
+
+from tests.flex.gym import MASKS, MODS
+
+pytestmark = pytest.mark.gpu
+
+BF16 = torch.bfloat16
+_ROWS = {"flamingo", "vsa", "vsa padded", "mla rope"}
+"""Mods that read rows of captured tensors, which the kernels do not take."""
+_RECOGNISED = {"causal", "causal more keys", "causal fewer keys", "sliding window", "sliding window of nothing"}
+
+
+@pytest.mark.parametrize("block", [32, 128])
+@pytest.mark.parametrize("name", MASKS)
+def test_masks_of_attention_gym(name, block, device):
+    make, q_len, kv_len = MASKS[name]
+    torch_bwattn.reset_call_counts()
+    with torch.device(device):
+        mask = make()
+        heads = (2, 2) if name.startswith("vsa") else (None, None)
+        lists = create_block_mask(mask, *heads, q_len, kv_len, device=device, BLOCK_SIZE=block)
+        check(operands(2, q_len, kv_len, width=16, device=device), block_mask=lists, tolerance=5e-5)
+        half = operands(2, q_len, kv_len, width=64, dtype=BF16, device=device)
+        check(half, block_mask=lists, tolerance=2e-2)
+    if name not in _ROWS | _RECOGNISED:
+        assert torch_bwattn.call_counts() == {"helion": 2}
+
+
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("name", MODS)
+def test_mods_of_attention_gym(name, masked, device):
+    torch_bwattn.reset_call_counts()
+    with torch.device(device):
+        score_mod, captured = MODS[name]()
+        lists = None
+        if masked:
+            lists = create_block_mask(lambda b, h, q, k: q >= k, None, None, 64, 64, device=device, BLOCK_SIZE=16)
+        check(operands(3, 64, width=16, device=device), score_mod, lists, captured, tolerance=5e-5)
+        check(operands(3, 64, width=64, dtype=BF16, device=device), score_mod, lists, captured, tolerance=3e-2)
+    if name not in _ROWS | {"softcap"}:
+        assert torch_bwattn.call_counts() == {"helion": 2}
+
+
+@pytest.mark.parametrize("part", range(15))
+def test_drawn_mods_in_a_kernel(part, device):
+    """Some 200 in each part, each with its derivative."""
+
+    @seed(100 + part)
+    @given(drawn_mods())
+    @settings(max_examples=6, deadline=None, database=None, suppress_health_check=list(HealthCheck))
+    def run_all(mods):
+        check_many(mods, device)
+
+    run_all()
+
+
+@pytest.mark.parametrize("part", range(8))
+def test_drawn_calls(part, device):
+    @seed(part)
+    @given(score_mods(), masks())
+    @settings(max_examples=3, deadline=None, database=None, suppress_health_check=list(HealthCheck))
+    def run_all(mod, mask):
+        captured = Captured(train=False)
+        captured.all = [tensor.to(device).requires_grad_() for tensor in captured.all]
+        lengths, block = (MOST - part, MOST - 3 * part), (8, 16, (16, 8), 128)[part % 4]
+        with torch.device(device):
+            lists = create_block_mask(mask, 2, 2, *lengths, device=device, BLOCK_SIZE=block)
+
+            def score_mod(s, b, h, q, k):
+                return mod(captured, s, b, h, q, k) * 1.0
+
+            check(operands(2, *lengths, device=device), score_mod, lists, captured.all, tolerance=2e-4)
+
+    run_all()
+
+
+def _alibi(device, heads=16):
+    slopes = torch.exp2(-8.0 * torch.arange(1, heads + 1, device=device) / heads)
+    return lambda s, b, h, q, k: s + slopes[h] * (k - q)
+
+
+@pytest.mark.parametrize("width", [64, 96, 128, 256])
+@pytest.mark.parametrize("dtype", [BF16, torch.float16])
+def test_as_good_as_compiled_flex(width, dtype, device):
+    """By the accuracy rule: within twice of what compiled FlexAttention is from fp64, gradients thrice."""
+    length = 1024
+    documents = torch.arange(length, device=device) // 300
+    mask = create_block_mask(lambda b, h, q, k: (documents[q] == documents[k]) & (q >= k), None, None, length, length)
+    q_k_v = operands(4, length, kv_heads=2, width=width, dtype=dtype, device=device)
+    grad_out = torch.randn(2, 4, length, width, device=device, dtype=dtype)
+    wanted, _, _ = dense(*q_k_v, _alibi(device, 4), shown_by(mask.mask_mod, *q_k_v[:2]))
+    wanted_grads = torch.autograd.grad(wanted, q_k_v, grad_out.double())
+    torch.compiler.reset()
+    compiled = torch.compile(torch_flex.flex_attention, dynamic=False, fullgraph=True)
+    errors = {}
+    for name, attend in (("ours", torch_bwattn.flex_attention), ("flex", compiled)):
+        out = attend(*q_k_v, _alibi(device, 4), mask, enable_gqa=True)
+        grads = torch.autograd.grad(out, q_k_v, grad_out)
+        pairs = zip((out, *grads), (wanted, *wanted_grads), strict=True)
+        errors[name] = [float((one.double() - other).abs().max()) for one, other in pairs]
+    for factor, ours, theirs in zip((2, 3, 3, 3), errors["ours"], errors["flex"], strict=True):
+        assert ours <= factor * theirs + 1e-5, errors
+
+
+def test_max_scores_and_lse(device):
+    q_k_v = operands(4, 200, width=64, dtype=BF16, device=device)
+    out, aux = torch_bwattn.flex_attention(*q_k_v, _alibi(device, 4), return_aux=AuxRequest(lse=True, max_scores=True))
+    wanted, lse, most = dense(*q_k_v, _alibi(device, 4))
+    close(out, wanted, 2e-2, "out")
+    close(aux.lse, lse, 2e-3, "lse")
+    close(aux.max_scores, most, 2e-3, "max_scores")
+
+
+def test_a_hundred_lengths_are_one_graph_and_few_kernels(device):
+    from torch_bwattn.backends.helion import flex
+
+    graphs = []
+
+    def count(graph, inputs):
+        graphs.append(graph)
+        return graph.forward
+
+    torch.compiler.reset()
+    mod = _alibi(device, 4)
+    compiled = torch.compile(
+        lambda q, k, v: torch_bwattn.flex_attention(q, k, v, mod), backend=count, dynamic=True, fullgraph=True
+    )
+    bound = []
+    for length in range(130, 230):
+        q_k_v = operands(4, length, width=64, dtype=BF16, device=device)
+        close(compiled(*q_k_v), dense(*q_k_v, mod)[0], 2e-2, f"out at {length}")
+        bound.append(len(flex._family("flex_forward", (1,))._bound))
+    assert len(graphs) == 1
+    assert bound[-1] - bound[0] <= 1  # whole tiles of keys, and others
+
+
+def test_in_a_graph(device):
+    """Lists and operands change between replays."""
+    length = 512
+    low, high = (
+        create_block_mask(lambda b, h, q, k, w=width: (q >= k) & (q - k < w) & (k % 7 != 3), None, None, length, length)
+        for width in (100, 400)
+    )
+    q_k_v = [one.detach() for one in operands(4, length, width=64, dtype=BF16, device=device)]
+    width = torch.tensor(100, device=device)
+
+    def mask_mod(b, h, q, k):
+        return (q >= k) & (q - k < width) & (k % 7 != 3)
+
+    static = create_block_mask(mask_mod, None, None, length, length)
+    torch_bwattn.flex_attention(*q_k_v, block_mask=static)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = torch_bwattn.flex_attention(*q_k_v, block_mask=static)
+    for number, (lists, wide) in enumerate(((low, 100), (high, 400))):
+        names = ("kv_num_blocks", "kv_indices", "full_kv_num_blocks", "full_kv_indices")
+        for name in names:
+            getattr(static, name).copy_(getattr(lists, name))
+        width.fill_(wide)
+        q_k_v[0].normal_(generator=torch.Generator(device=device).manual_seed(number))
+        graph.replay()
+        close(out, dense(*q_k_v, None, shown_by(lists.mask_mod, *q_k_v[:2]))[0], 2e-2, f"out of replay {number}")
+
+
+def test_gradients_repeat_bit_for_bit(device):
+    q_k_v = operands(4, 700, width=128, dtype=BF16, device=device)
+    mask = create_block_mask(lambda b, h, q, k: (q >= k) | (k < 100), None, None, 700, 700)
+    grad_out = torch.randn(2, 4, 700, 128, device=device, dtype=BF16)
+
+    def grads():
+        out = torch_bwattn.flex_attention(*q_k_v, _alibi(device, 4), mask)
+        return torch.autograd.grad(out, q_k_v, grad_out)
+
+    first = grads()
+    for _ in range(20):
+        assert all(torch.equal(one, other) for one, other in zip(first, grads(), strict=True))
+
+
+def test_learned_tables_in_deterministic_mode(device):
+    table = torch.randn(4, 100, device=device).requires_grad_()
+    q_k_v = operands(4, 100, width=64, device=device)
+
+    def grad():
+        out = torch_bwattn.flex_attention(*q_k_v, lambda s, b, h, q, k: s + table[h, k])
+        return torch.autograd.grad(out.square().sum(), table)[0]
+
+    torch.use_deterministic_algorithms(True)
+    try:
+        assert torch.equal(grad(), grad())
+    finally:
+        torch.use_deterministic_algorithms(False)
+    close(grad(), grad(), 1e-5, "gradient of the table")
