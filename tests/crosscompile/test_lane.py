@@ -49,7 +49,8 @@ def test_no_kernel_of_cute_is_compiled_twice():
     tasks = lane._tasks("sm_90a", ("cute",))
     compiled = [key for problem, _, names in tasks for key in lane._cute_keys(problem) if key.name in names]
     assert len(compiled) == len(set(compiled)) > 40
-    assert set(lane.PRODUCTS_IN_CODE) <= {key.name for key in compiled}
+    of_mods = {"flex_forward_sm90"}  # compiled by tasks of its own
+    assert set(lane.PRODUCTS_IN_CODE) - of_mods <= {key.name for key in compiled}
 
 
 def test_no_tcgen05_body_is_compiled_twice():

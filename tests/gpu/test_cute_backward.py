@@ -90,7 +90,7 @@ def test_a_thousand_repeats_are_bitwise_equal(shape, kv_heads, options, device, 
 def test_repeatable_where_not_all_programs_run_at_a_time(kind, device, deterministic, monkeypatch):
     """As on a part of a GPU: what a program waits for must have been begun."""
     programs = torch.cuda.get_device_properties(device).multi_processor_count * 3 // 2
-    monkeypatch.setattr(calls, "_programs", lambda _: programs)
+    monkeypatch.setattr(calls, "programs_of", lambda _: programs)
     operand = Operand((16, 8, 503, 64), "bshd")
     with torch_bwattn.backend("cute"):
         check_call(Call(operand, operand, operand, dtype=BF16, **KINDS[kind]), device)

@@ -13,6 +13,7 @@ from tests.flex.dense import check, close, dense, operands, shown_by
 from tests.flex.drawn import MOST, Captured, masks, score_mods
 from tests.flex.emitted import check as check_many
 from tests.flex.emitted import drawn_mods
+from torch_bwattn import UnsupportedProblem
 
 pytest.importorskip("attn_gym")
 
@@ -55,6 +56,53 @@ def test_mods_of_attention_gym(name, masked, device):
         check(operands(3, 64, width=64, dtype=BF16, device=device), score_mod, lists, captured, tolerance=3e-2)
     if name not in _ROWS | {"softcap"}:
         assert torch_bwattn.call_counts() == {"helion": 2}
+
+
+@pytest.mark.skipif(torch.cuda.is_available() and torch.cuda.get_device_capability() != (9, 0), reason="for Hopper")
+@pytest.mark.parametrize("width", [64, 128, 256])
+@pytest.mark.parametrize("name", [*MASKS, *MODS])
+def test_attention_gym_on_the_hopper_kernel(name, width, device):
+    with torch.device(device), torch.no_grad():
+        if name in MASKS:
+            make, q_len, kv_len = MASKS[name]
+            heads = (2, 2) if name.startswith("vsa") else (None, None)
+            score_mod, lists = None, create_block_mask(make(), *heads, q_len, kv_len, device=device, BLOCK_SIZE=128)
+        else:
+            (score_mod, _), q_len, kv_len = MODS[name](), 64, 64
+            lists = create_block_mask(lambda b, h, q, k: q >= k, None, None, 64, 64, device=device, BLOCK_SIZE=32)
+        q_k_v = [one.detach() for one in operands(3 if name in MODS else 2, q_len, kv_len, width=width, dtype=BF16)]
+        q_k_v = [one.to(device) for one in q_k_v]
+        with torch_bwattn.backend("cute"):
+            if name in _ROWS:
+                with pytest.raises(UnsupportedProblem, match="mods of scalars"):
+                    torch_bwattn.flex_attention(*q_k_v, score_mod, lists)
+                return
+            out, lse = torch_bwattn.flex_attention(*q_k_v, score_mod, lists, return_lse=True)
+        wanted, wanted_lse, _ = dense(*q_k_v, score_mod, shown_by(lists.mask_mod, *q_k_v[:2]))
+    close(out, wanted, 2e-2, "out")
+    close(lse, wanted_lse, 2e-3, "lse")
+
+
+@pytest.mark.skipif(torch.cuda.is_available() and torch.cuda.get_device_capability() != (9, 0), reason="for Hopper")
+@pytest.mark.parametrize("lengths", [(128, 128), (1, 700), (700, 1), (333, 1000), (1025, 130)])
+@pytest.mark.parametrize("lists", [False, True])
+def test_lengths_on_the_hopper_kernel(lengths, lists, device):
+    q_k_v = [one.detach() for one in operands(4, *lengths, kv_heads=2, width=128, dtype=BF16, device=device)]
+
+    def mask_mod(b, h, q, k):
+        return ((q - k) % 37 < 30) | (h == 1)
+
+    made = create_block_mask(mask_mod, None, 4, *lengths, device=device) if lists else None
+    slopes = torch.rand(4, device=device)
+
+    def score_mod(s, b, h, q, k):
+        return torch.where(mask_mod(b, h, q, k), s * 2 + slopes[h], -torch.inf)
+
+    with torch_bwattn.backend("cute"):
+        out, lse = torch_bwattn.flex_attention(*q_k_v, score_mod, made, enable_gqa=True, return_lse=True)
+    wanted, wanted_lse, _ = dense(*q_k_v, score_mod)
+    close(out, wanted, 2e-2, "out")
+    close(lse, wanted_lse, 2e-3, "lse")
 
 
 @pytest.mark.parametrize("part", range(15))

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ..layout import lse_dtype
-from ..mods.program import Program
+from ..mods.program import Program, Ref, moved, vectors
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,3 +78,55 @@ def visited(blocks: BlockLists, kv_len: int) -> tuple[Tensor, Tensor]:
     if blocks.full_count is None or blocks.full_index is None:
         return part, torch.zeros_like(part)
     return part, _dense(blocks.full_count, blocks.full_index, columns)
+
+
+@dataclasses.dataclass(frozen=True)
+class Joined:
+    """Both mods with what they captured in one row, as kernels take it.
+
+    Attributes:
+        score_mod: Its program's text, or None.
+        mask_mod: Likewise; its captured values come after those of ``score_mod``.
+        tensors: Of both, each with a dimension or more.
+        numbers: Of both.
+    """
+
+    score_mod: str | None
+    mask_mod: str | None
+    tensors: tuple[Tensor, ...]
+    numbers: tuple[int, ...]
+
+
+def joined(x: FlexInputs) -> Joined:
+    """The mods of a call, joined."""
+    nothing = Mod(Program((), Ref("score")))
+    score, mask = x.score_mod or nothing, x.mask_mod or nothing
+    after = moved(mask.program, len(score.captured), len(score.numbers))
+    return Joined(
+        None if x.score_mod is None else score.program.text,
+        None if x.mask_mod is None else after.text,
+        tuple(tensor if tensor.dim() else tensor.view(1) for tensor in (*score.captured, *mask.captured)),
+        tuple(int(number) for number in (*score.numbers, *mask.numbers)),
+    )
+
+
+_TABLE_DTYPES = (
+    torch.bool, torch.uint8, torch.int8, torch.int32, torch.int64, torch.float16, torch.bfloat16, torch.float32,
+    torch.float64,
+)  # fmt: skip
+
+
+def why_not_scalars(x: FlexInputs) -> str:
+    """Why kernels that take mods of scalars do not take these; nothing where they do."""
+    for what, mod in (("score_mod", x.score_mod), ("mask_mod", x.mask_mod)):
+        if mod is None:
+            continue
+        op = vectors(mod.program, [tensor.dim() for tensor in mod.captured])
+        if op:
+            return f"its kernels take mods of scalars, and {what} calls {op} on more"
+        for tensor in mod.captured:
+            if tensor.dtype not in _TABLE_DTYPES or not tensor.numel():
+                return f"its kernels read no captured tensors of {tensor.dtype} and shape {list(tensor.shape)}"
+        if any(not -(2**31) <= int(number) < 2**31 for number in mod.numbers):
+            return f"its kernels take captured integers of 32 bits, and {what} has others"
+    return ""

@@ -31,6 +31,7 @@ from ..target import capability
 
 if TYPE_CHECKING:
     from ..backends.cute.compile import KernelKey
+    from ..backends.cute.report import KernelReport
     from ..backends.helion.runtime import KernelFamily
 
 TARGETS = ("sm_80", "sm_90a", "sm_100a", "sm_103a", "sm_120a")
@@ -164,7 +165,7 @@ def _codes(problem: Problem, backend: str) -> Iterator[tuple[Hashable, str]]:
 
 
 _FLEX = "flex"
-"""What tasks call Helion's kernels for mods and lists of blocks."""
+"""What tasks call kernels for mods and lists of blocks, of the backends that are their parts."""
 _FLEX_WIDTHS = (64, 128, 256)
 
 
@@ -184,6 +185,16 @@ def _flex_inputs(width: int) -> FlexInputs:
     score, mask = traced(score_mod, "score_mod"), traced(mask_mod, "mask_mod")
     q, k, v = (torch.zeros(2, heads, 512, width, dtype=torch.bfloat16) for heads in (8, 2, 2))
     return FlexInputs(q, k, v, width**-0.5, Mod(score.program, score.captured), Mod(mask.program), lists)
+
+
+def _flex_on_hopper(problem: Problem) -> Iterator[Compiled]:
+    from ..backends.cute import calls, flex, report
+
+    x = _flex_inputs(problem.head_dim)
+    config = flex.config_of(x)
+    key = flex.key_of(flex.features_of(x), config)
+    for found in report.compile_report(key, calls.build_of(key)):
+        yield _judged(problem, _of_cute(key.name, f"{_words(problem)} mods", str(config), found))
 
 
 def _flex(problem: Problem) -> Iterator[Compiled]:
@@ -277,17 +288,19 @@ def _cute(problem: Problem, names: Sequence[str]) -> Iterator[Compiled]:
     config = str(configs.backward(problem) if problem.backward else configs.forward(problem))
     for key in (key for key in _cute_keys(problem) if key.name in names):
         for found in report.compile_report(key, calls.build_of(key)):
-            faults = found.faults + _miscounted(key.name, found.counts["ARRIVE"])
-            copies = sum(found.counts[name] for name in ("UTMALDG", "UTMASTG", "UTMAREDG"))
-            compiled = Compiled(
-                "cute", found.name, _words(problem), config, "wgmma" if found.counts["HGMMA"] else "",
-                found.counts["HGMMA"], copies, found.counts["setmaxnreg"], 0, found.registers, found.frame_bytes,
-                found.shared_bytes, found.seconds, faults,
-            )  # fmt: skip
-            yield _judged(problem, compiled)
+            yield _judged(problem, _of_cute(key.name, _words(problem), config, found))
 
 
-PRODUCTS_IN_CODE = {"forward_sm90": 6, "backward_sm90": 10}
+def _of_cute(kernel: str, problem: str, config: str, found: KernelReport) -> Compiled:
+    copies = sum(found.counts[name] for name in ("UTMALDG", "UTMASTG", "UTMAREDG"))
+    return Compiled(
+        "cute", found.name, problem, config, "wgmma" if found.counts["HGMMA"] else "", found.counts["HGMMA"], copies,
+        found.counts["setmaxnreg"], 0, found.registers, found.frame_bytes, found.shared_bytes, found.seconds,
+        found.faults + _miscounted(kernel, found.counts["ARRIVE"]),
+    )  # fmt: skip
+
+
+PRODUCTS_IN_CODE = {"forward_sm90": 6, "flex_forward_sm90": 6, "backward_sm90": 10}
 """Forward the first tile's scores, two in each of the two loops, the last tile's output; backward the first tile's S
 and dP, five products of each tile but the last, which has three."""
 
@@ -348,7 +361,7 @@ def _unit(task: _Task) -> list[Compiled]:
     problem, backend, parts = task
     try:
         if backend == _FLEX:
-            return list(_flex(problem))
+            return [one for part in parts for one in (_flex if part == "helion" else _flex_on_hopper)(problem)]
         return compile_problem(problem, backend, parts)
     except Exception as error:  # noqa: BLE001 (it is what is looked for)
         text = " ".join(str(error).split())[:300]
@@ -368,11 +381,11 @@ def _tasks(target: str, backends: Sequence[str]) -> list[_Task]:
         seen.update(code for code, _ in new)
         if new:
             tasks.append((problem, backend, tuple(part for _, part in new)))
-    if "helion" in backends and not get_backend("helion").missing():
-        sizes = (2, 8, 2, 512, 512)
-        for width in _FLEX_WIDTHS:
-            problem = Problem(target, torch.bfloat16, *sizes, width, width, width**-0.5)
-            tasks.append((problem, _FLEX, ()))
+    for backend in backends:
+        if not get_backend(backend).missing() and (backend == "helion" or target == "sm_90a"):
+            for width in _FLEX_WIDTHS:
+                problem = Problem(target, torch.bfloat16, 2, 8, 2, 512, 512, width, width, width**-0.5)
+                tasks.append((problem, _FLEX, (backend,)))
     return tasks
 
 

@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
 from ..backends import flex_blockwise
+from ..backends.cute import flex as cute_flex
 from ..backends.flex_inputs import BlockLists, FlexInputs, Mod
 from ..backends.helion import flex as helion_flex
 from ..errors import NotCompiled, UnsupportedProblem
@@ -29,7 +30,7 @@ from .schema import NAMESPACE, library
 
 log = logging.getLogger(__name__)
 
-_BLOCKWISE, _KERNELS = "reference", "helion"
+_BLOCKWISE, _KERNELS, _HOPPER = "reference", "helion", "cute"
 _Result = TypeVar("_Result")
 
 Mods = tuple[
@@ -133,7 +134,7 @@ def _mods_key(direction: str, x: FlexInputs) -> Hashable:
 
 
 def _why_not_kernels(direction: str, x: FlexInputs, learned: bool) -> str:
-    """Why kernels do not take a call; nothing where they do."""
+    """Why Helion's kernels do not take a call; nothing where they do."""
     if learned and direction == "backward" and torch.are_deterministic_algorithms_enabled():
         return "its kernels add gradients of captured tensors in no fixed order, and deterministic ones are asked for"
     return helion_flex.why_not(x) or _refused.get(_mods_key(direction, x), "")
@@ -147,6 +148,9 @@ def way(direction: str, x: FlexInputs, learned: bool) -> str:
         x: The call.
         learned: Whether captured tensors need gradients.
     """
+    if direction == "forward" and pinned() == _HOPPER:
+        reason = cute_flex.why_not(x)
+        return f"refused by {_HOPPER}: {reason}" if reason else f"{_HOPPER}, {cute_flex.config_of(x)}"
     reason = _why_not_kernels(direction, x, learned)
     if reason:
         return f"{_BLOCKWISE}, in PyTorch's own operations, since {reason}"
@@ -154,18 +158,18 @@ def way(direction: str, x: FlexInputs, learned: bool) -> str:
 
 
 def _by_kernels(direction: str, x: FlexInputs, run: Callable[[], _Result], learned: bool = False) -> _Result | None:
-    """What kernels give; None where PyTorch's operations are to compute it.
+    """What Helion's kernels give; None where PyTorch's operations are to compute it.
 
     Raises:
-        UnsupportedProblem: They were pinned and do not take it, or another backend was pinned.
+        UnsupportedProblem: They were pinned and do not take it, or a backend that has no such kernels.
     """
     pin = pinned()
     if pin == _BLOCKWISE:
         return None
     if pin not in (None, "auto", _KERNELS):
         raise UnsupportedProblem(
-            f"flex_attention: backend {pin} was pinned, which takes mods that are causality, windows and soft caps, "
-            f"lists of blocks that visit what these show, and no max_scores; nearest: {_KERNELS}"
+            f"flex_attention {direction}: backend {pin} was pinned, which has no kernel for mods that are more than "
+            f"causality, windows and soft caps; nearest: {_KERNELS}"
         )
     reason = _why_not_kernels(direction, x, learned)
     if not reason:
@@ -181,6 +185,18 @@ def _by_kernels(direction: str, x: FlexInputs, run: Callable[[], _Result], learn
     return None
 
 
+def _on_hopper(x: FlexInputs, with_max_scores: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """The hand-written kernel, which only runs where it is pinned.
+
+    Raises:
+        UnsupportedProblem: It does not take the call.
+    """
+    reason = cute_flex.why_not(x, with_max_scores)
+    if reason:
+        raise UnsupportedProblem(f"flex_attention: backend {_HOPPER} was pinned: {reason}; nearest: {_KERNELS}")
+    return cute_flex.forward(x)
+
+
 def _one_batch(x: FlexInputs) -> tuple[Tensor, Tensor]:
     """Keys and values of the query's batch."""
     batch = x.q.shape[0]
@@ -193,6 +209,10 @@ def forward(query: Tensor, key: Tensor, value: Tensor, scale: float, *rest: Any)
     x = inputs(query, key, value, scale, mods)
     options = None if with_max_scores else _options(x)
     if options is None:
+        if pinned() == _HOPPER:
+            results = _on_hopper(x, with_max_scores)
+            primitive.count_call(_HOPPER)
+            return results
         found = _by_kernels("forward", x, lambda: helion_flex.forward(x, with_max_scores=with_max_scores))
         primitive.count_call(_BLOCKWISE if found is None else _KERNELS)
         out, lse, most = found or flex_blockwise.forward(x)

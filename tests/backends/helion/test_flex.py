@@ -14,9 +14,9 @@ from torch.nn.attention.flex_attention import create_block_mask
 import torch_bwattn
 from tests.flex.dense import check, operands
 from tests.flex.drawn import MOST, masks
-from torch_bwattn.backends import flex_blockwise
+from torch_bwattn.backends import flex_blocks, flex_blockwise
 from torch_bwattn.backends.flex_inputs import BlockLists, FlexInputs, Mod, visited
-from torch_bwattn.backends.helion import configs, flex, flex_blocks
+from torch_bwattn.backends.helion import configs, flex
 from torch_bwattn.errors import UnsupportedProblem
 from torch_bwattn.mods.program import hoisted, run
 from torch_bwattn.mods.trace import traced

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ...errors import NotCompiled
 from ...layout import dense_strides, empty_like_order
 from ...problem import Problem, dtype_name, suits_bulk_copies
 from .. import reference, sinks
@@ -29,10 +30,12 @@ def build_of(key: KernelKey) -> Build:
         from .backward_postprocess import Postprocess
         from .backward_preprocess import Preprocess
         from .backward_sm90 import Backward as BackwardKernel
+        from .flex_forward_sm90 import FlexForward
         from .forward_sm90 import Forward as ForwardKernel
 
         kinds: dict[str, Any] = {
             "forward_sm90": ForwardKernel,
+            "flex_forward_sm90": FlexForward,
             "backward_preprocess": Preprocess,
             "backward_sm90": BackwardKernel,
             "backward_postprocess": Postprocess,
@@ -49,20 +52,26 @@ _launched: set[KernelKey] = set()
 
 def _refuse_during_capture(key: KernelKey) -> None:
     if torch.cuda.is_current_stream_capturing() and key not in _launched:
-        raise RuntimeError(
+        raise NotCompiled(
             f"sdpa: expected {key.name} to have run before a CUDA graph captures it, but this is its first call with "
             "these features; make one call of this kind before the capture"
         )
 
 
-def _launch_of(key: KernelKey) -> Any:
+def launch_of(key: KernelKey) -> Any:
+    """The launchable kernel of a key.
+
+    Raises:
+        NotCompiled: It has not run yet, and a CUDA graph is being captured.
+    """
     _refuse_during_capture(key)
     launch = compiled(key, build_of(key))
     _launched.add(key)
     return launch
 
 
-def _programs(device: torch.device) -> int:
+def programs_of(device: torch.device) -> int:
+    """How many programs a kernel that walks over tiles has: one for each SM."""
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
@@ -84,6 +93,11 @@ def _view_for_tma(tensor: Tensor) -> _View | None:
 
 def _viewed(tensors: tuple[Tensor, ...], views: tuple[_View | None, ...]) -> tuple[Tensor, ...]:
     return tuple(t if view is None else t.as_strided(*view) for t, view in zip(tensors, views, strict=True))
+
+
+def views_for_tma(tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    """Tensors as TMA's descriptors take them."""
+    return _viewed(tensors, tuple(map(_view_for_tma, tensors)))
 
 
 class Forward:
@@ -120,7 +134,7 @@ class Forward:
 
     def _prepare(self, x: ForwardInputs) -> None:
         problem, device = self.problem, x.q.device
-        self._launch = _launch_of(forward_key(problem, self.config))
+        self._launch = launch_of(forward_key(problem, self.config))
         sizes = (problem.batch, problem.heads, problem.q_len, problem.value_dim)
         strides = dense_strides(x.q, sizes)
         self._out = None if (sizes, strides) == (tuple(x.q.shape), x.q.stride()) else (sizes, strides)
@@ -129,7 +143,7 @@ class Forward:
         views = tuple(_view_for_tma(tensor) for tensor in (x.q, x.k, x.v))
         self._views = views if any(views) else None
         left = None if problem.low_diagonal is None else -problem.low_diagonal
-        programs = _programs(device)
+        programs = programs_of(device)
         self._options = (problem.scale, problem.softcap, problem.diagonal, left, programs)
         self._counts = int(configs.counts_tiles(problem, self.config))
         if configs.features(problem).limited:
@@ -208,12 +222,12 @@ class Backward:
         views = (*map(_view_for_tma, (x.q, x.k, x.v)), None if self._copies else _view_for_tma(x.grad_out))
         self._views = views if any(views) else None
         left = None if problem.low_diagonal is None else -problem.low_diagonal
-        programs = _programs(x.q.device)
+        programs = programs_of(x.q.device)
         self._options = problem.scale, problem.softcap, problem.diagonal, left, programs
         keys = (
             preprocess_key(problem, wide=suits_bulk_copies(x.out)),
             backward_key(problem, config),
             postprocess_key(problem, config),
         )
-        prepare, main, finish = map(_launch_of, keys)
+        prepare, main, finish = map(launch_of, keys)
         self._launches = prepare, main, finish

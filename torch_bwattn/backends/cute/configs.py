@@ -118,6 +118,27 @@ def why_no_postprocess(dtype: str, head_dim: int, config: PostprocessConfig) -> 
 
 
 @dataclass(frozen=True)
+class ModFeatures:
+    """What of mods and lists of blocks shapes a kernel's code.
+
+    Attributes:
+        score_mod: A program's text, or None.
+        mask_mod: A program's text, or None.
+        tables: Of each captured tensor, PyTorch's name of its dtype and how many dimensions it has.
+        numbers: How many integers are captured.
+        lists: Whether there are lists of blocks.
+        full: Whether some count as whole.
+    """
+
+    score_mod: str | None
+    mask_mod: str | None
+    tables: tuple[tuple[str, int], ...]
+    numbers: int
+    lists: bool
+    full: bool
+
+
+@dataclass(frozen=True)
 class ForwardFeatures:
     """What shapes the forward kernel's code beside its config.
 
@@ -132,6 +153,7 @@ class ForwardFeatures:
     softcap: bool = False
     sink: bool = False
     packed: int = 1
+    mods: ModFeatures | None = None
 
     @property
     def limited(self) -> bool:

@@ -54,6 +54,14 @@ class Limits(NamedTuple):
     left: Int32 | None
 
 
+class Place(NamedTuple):
+    """Of which batch and query head a group's rows are, and the first of them."""
+
+    batch: Int32
+    head: Int32
+    first_row: Int32
+
+
 class Pipes(NamedTuple):
     """Of a group's Q (one stage a group), of K and of V.
 
@@ -187,6 +195,31 @@ class Forward:
         ``programs`` is the number of SMs. Where keys are limited, ``counter`` is an int32, which is 0 and is used if
         ``counts`` is not 0 (:func:`.parts.schedule.next_index`).
         """
+        c, cap = scale * LOG2_E, None
+        if const_expr(softcap is not None):
+            c, cap = softcap * LOG2_E, 2.0 * c / softcap
+        self.start(q, k, v, o, lse, c, cap, sink, right, left, counter, counts, programs, stream, None)
+
+    @cute.jit
+    def start(
+        self,
+        q: cute.Tensor,
+        k: cute.Tensor,
+        v: cute.Tensor,
+        o: cute.Tensor,
+        lse: cute.Tensor,
+        c: Float32,
+        cap: Float32 | None,
+        sink: cute.Tensor | None,
+        right: Int32 | None,
+        left: Int32 | None,
+        counter: cute.Tensor | None,
+        counts: Int32,
+        programs: Int32,
+        stream: cuda.CUstream,
+        flex: Any,
+    ) -> None:
+        """Launches the kernel: descriptors, the order of tiles, the grid."""
         kv_heads, q_len, batch = k.shape[1], q.shape[2], q.shape[0]
         q, o = self.rows_of(q, kv_heads), self.rows_of(o, kv_heads)
         k, v = (cute.make_tensor(t.iterator, cute.select(t.layout, mode=[2, 3, 1, 0])) for t in (k, v))
@@ -214,12 +247,22 @@ class Forward:
         m_tiles = cute.ceil_div(q_len * self.packed, self.tile_m * self.cluster)
         head_bytes = Int64(k.shape[0]) * ((self.features.head_dim + self.features.value_dim) * self.dtype.width // 8)
         order = schedule.make_order(m_tiles, q.shape[2], kv_heads, batch, head_bytes)
-        c, cap = scale * LOG2_E, None
-        if const_expr(softcap is not None):
-            c, cap = softcap * LOG2_E, 2.0 * c / softcap
         limits = Limits(q_len, k.shape[0], right, left)
         self.kernel(
-            *self.products(), moved_q, moved_o, moved_k, moved_v, lse, c, cap, sink, limits, order, counter, counts
+            *self.products(),
+            moved_q,
+            moved_o,
+            moved_k,
+            moved_v,
+            lse,
+            c,
+            cap,
+            sink,
+            limits,
+            order,
+            counter,
+            counts,
+            flex,
         ).launch(
             grid=(cutlass.min(programs // self.cluster, order.total) * self.cluster, 1, 1),
             block=(WARP_GROUP * (self.groups + 1), 1, 1),
@@ -260,7 +303,9 @@ class Forward:
         order: schedule.TileOrder,
         counter: cute.Tensor | None,
         counts: Int32,
+        flex: Any,
     ) -> None:
+        self.flex = flex
         warp_index = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         storage = cutlass.utils.SmemAllocator().allocate(self.storage)
         _, _, k_layout, v_layout = self.layouts()
@@ -316,6 +361,10 @@ class Forward:
         """The keys that any CTA of the cluster needs: they load them together."""
         rows, (q_len, kv_len, right, left) = self.tile_m * self.cluster, limits
         return keys.key_tiles(tile.m_index * rows, rows, self.tile_n, q_len, kv_len, right, left, self.packed)
+
+    def visited(self, tile: schedule.Tile, tiles: keys.KeyTiles, i: Int32, windowed: bool) -> Int32:
+        """The i-th tile of keys that a tile of queries visits."""
+        return keys.visited(tiles, i, windowed)
 
     def m_index(self, tile: schedule.Tile) -> Int32:
         """This CTA's tile of queries; those of a cluster are neighbours."""
@@ -373,7 +422,7 @@ class Forward:
             if tiles.count > 0:
                 k_views = self.tma_views(k, self.k_tile, s_k, tile.kv_head, tile.batch, self.cluster)
                 v_views = self.tma_views(v, self.v_tile, s_v, tile.kv_head, tile.batch, self.cluster)
-                n = keys.visited(tiles, Int32(0), windowed)
+                n = self.visited(tile, tiles, Int32(0), windowed)
                 k_state = self.fetch(k.atom, k_views, n, k_pipe, k_state)
                 for group in cutlass.range_constexpr(self.groups):
                     s_q = self.slab(q_memory, group, q_layout)
@@ -388,7 +437,7 @@ class Forward:
                     )
                     q_state.advance()
                 for i in cutlass.range(1, tiles.count, unroll=1):
-                    following = keys.visited(tiles, i, windowed)
+                    following = self.visited(tile, tiles, i, windowed)
                     k_state = self.fetch(k.atom, k_views, following, k_pipe, k_state)
                     v_state = self.fetch(v.atom, v_views, n, v_pipe, v_state)
                     n = following
@@ -496,19 +545,26 @@ class Forward:
                 rows.sums.fill(0.0)
                 rows.shifts.fill(-Float32.inf)
             else:
-                n = keys.visited(tiles, Int32(0), windowed)
+                n = self.visited(tile, tiles, Int32(0), windowed)
                 masked = tiles.masked
-                k_state = self.first_keys(operands, rows, c, cap, limits, first_row, n, masked > 0, pipes, k_state)
+                place = Place(tile.batch, tile.head, first_row)
+                k_state = self.first_keys(operands, rows, c, cap, limits, place, n, masked > 0, pipes, k_state)
                 masked = cutlass.max(masked, 1)
                 for i in cutlass.range(1, masked, unroll=1):
-                    n = keys.visited(tiles, i, windowed)
+                    n = self.visited(tile, tiles, i, windowed)
                     k_state, v_state = self.next_keys(
-                        operands, rows, c, cap, limits, first_row, n, pipes, k_state, v_state, group
+                        operands, rows, c, cap, limits, place, n, True, pipes, k_state, v_state, group
                     )
-                for _ in cutlass.range(tiles.count - masked, unroll=1):
-                    k_state, v_state = self.whole_keys(
-                        operands, rows, c, cap, s_q, s_k, thread, pipes, k_state, v_state, group
-                    )
+                for i in cutlass.range(tiles.count - masked, unroll=1):
+                    if const_expr(self.features.mods is None):
+                        k_state, v_state = self.whole_keys(
+                            operands, rows, c, cap, s_q, s_k, thread, pipes, k_state, v_state, group
+                        )
+                    else:
+                        n = self.visited(tile, tiles, masked + i, windowed)
+                        k_state, v_state = self.next_keys(
+                            operands, rows, c, cap, limits, place, n, False, pipes, k_state, v_state, group
+                        )
                 if const_expr(self.config.own_o):
                     q_pipe.consumer_release(q_state)
                 v_state = self.last_values(operands, rows, pipes, v_state)
@@ -573,7 +629,7 @@ class Forward:
         c: Float32,
         cap: Float32 | None,
         limits: Limits,
-        first_row: Int32,
+        place: Place,
         n: Int32,
         masked: Boolean,
         pipes: Pipes,
@@ -587,7 +643,7 @@ class Forward:
         warpgroup.wait_group(0)
         k_pipe.consumer_release(k_state)
         k_state.advance()
-        self.prepare(rows, cap, limits, first_row, n, masked)
+        self.prepare(rows, cap, limits, place, n, masked)
         softmax.first_step(rows.scores, rows.shifts, rows.sums, c)
         wgmma.to_operand(operands.a_p, rows.acc_s, self.dtype)
         rows.acc_o.fill(0.0)
@@ -601,20 +657,21 @@ class Forward:
         c: Float32,
         cap: Float32 | None,
         limits: Limits,
-        first_row: Int32,
+        place: Place,
         n: Int32,
+        masked: cutlass.Constexpr,
         pipes: Pipes,
         k_state: pipeline.PipelineState,
         v_state: pipeline.PipelineState,
         group: Int32,
     ) -> tuple[pipeline.PipelineState, pipeline.PipelineState]:
-        """A further tile of keys, masked: its scores, and the previous tile's share of O while they become P."""
+        """A further tile of keys, masked or not: its scores, and the previous tile's share of O while they become P."""
         _, k_pipe, v_pipe = pipes
         self.issue_both(operands, rows, pipes, k_state, v_state, group)
         warpgroup.wait_group(1)
         k_pipe.consumer_release(k_state)
         k_state.advance()
-        self.prepare(rows, cap, limits, first_row, n, True)
+        self.prepare(rows, cap, limits, place, n, masked)
         grown = softmax.step(rows.scores, rows.shifts, rows.sums, rows.factors, c)
         warpgroup.wait_group(0)
         v_pipe.consumer_release(v_state)
@@ -718,7 +775,7 @@ class Forward:
 
     @cute.jit
     def prepare(
-        self, rows: Rows, cap: Float32 | None, limits: Limits, first_row: Int32, n: Int32, masked: Boolean | bool
+        self, rows: Rows, cap: Float32 | None, limits: Limits, place: Place, n: Int32, masked: Boolean | bool
     ) -> None:
         """What happens to scores before the softmax: the cap, then the mask."""
         if const_expr(cap is not None):
@@ -726,7 +783,14 @@ class Forward:
         if masked:
             first_key = n * self.tile_n
             keys.hide_keys(
-                rows.scores, rows.coords, first_row, first_key, limits.kv_len, limits.right, limits.left, self.packed
+                rows.scores,
+                rows.coords,
+                place.first_row,
+                first_key,
+                limits.kv_len,
+                limits.right,
+                limits.left,
+                self.packed,
             )
 
     # ----------------------------------------------------------------------------------------------- the epilogue

@@ -6,7 +6,6 @@ call's metadata, as for ``sdpa``.
 
 from __future__ import annotations
 
-import dataclasses
 import importlib
 import threading
 from collections.abc import Hashable, Mapping, Sequence
@@ -18,21 +17,16 @@ from torch import Tensor
 
 from ...errors import UnsupportedProblem
 from ...layout import empty_like_order
-from ...mods.program import Program, Ref, moved, vectors
 from ...target import capability, target_of
-from ..flex_inputs import BlockLists, FlexInputs, Mod
+from ..flex_blocks import aligned, transposed
+from ..flex_inputs import BlockLists, FlexInputs, Joined, joined, why_not_scalars
 from . import configs, loader
-from .flex_blocks import aligned, transposed
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _WIDEST = 256
 MOST_TENSORS = 8
 """How many captured tensors the kernels' signatures have room for."""
 MOST_NUMBERS = 4
-_TABLE_DTYPES = (
-    torch.bool, torch.uint8, torch.int8, torch.int32, torch.int64, torch.float16, torch.bfloat16, torch.float32,
-    torch.float64,
-)  # fmt: skip
 _MOST_LAUNCHES = 4096
 
 
@@ -52,18 +46,11 @@ def why_not(x: FlexInputs) -> str:
         return f"its kernels take widths from 1 to {_WIDEST}, got D={widths[0]} and Dv={widths[1]}"
     if not (x.q.numel() and x.k.numel()):
         return "nothing to attend needs no kernel"
-    mods = [(what, mod) for what, mod in (("score_mod", x.score_mod), ("mask_mod", x.mask_mod)) if mod is not None]
-    for what, mod in mods:
-        op = vectors(mod.program, [tensor.dim() for tensor in mod.captured])
-        if op:
-            return f"its kernels take mods of scalars, and {what} calls {op} on more"
-        for tensor in mod.captured:
-            if tensor.dtype not in _TABLE_DTYPES or not tensor.numel():
-                return f"its kernels read no captured tensors of {tensor.dtype} and shape {list(tensor.shape)}"
-        if any(not -(2**31) <= int(number) < 2**31 for number in mod.numbers):
-            return f"its kernels take captured integers of 32 bits, and {what} has others"
-    tensors = sum(len(mod.captured) for _, mod in mods) + (x.blocks is not None)
-    numbers = sum(len(mod.numbers) for _, mod in mods)
+    reason = why_not_scalars(x)
+    if reason:
+        return reason
+    found = joined(x)
+    tensors, numbers = len(found.tensors) + (x.blocks is not None), len(found.numbers)
     if tensors > MOST_TENSORS or numbers > MOST_NUMBERS:
         return f"its kernels take {MOST_TENSORS} captured tensors and {MOST_NUMBERS} integers, got {tensors}, {numbers}"
     return ""
@@ -80,30 +67,14 @@ def words(direction: str, x: FlexInputs) -> str:
     return "; ".join(f"{kernel} {_chosen(x)[kernel]}" for kernel in kernels)
 
 
-@dataclasses.dataclass(frozen=True)
-class _Captured:
-    """Both mods with what they captured in one row of arguments."""
-
-    score_mod: str | None
-    mask_mod: str | None
-    tensors: tuple[Tensor | None, ...]
-    ranks: tuple[int, ...]
-    numbers: tuple[int | None, ...]
+def _slots(found: Joined) -> tuple[tuple[Tensor | None, ...], tuple[int | None, ...]]:
+    """Captured tensors and integers as the kernels' signatures take them."""
+    tensors, numbers = found.tensors, found.numbers
+    return (*tensors, *(None,) * (MOST_TENSORS - len(tensors))), (*numbers, *(None,) * (MOST_NUMBERS - len(numbers)))
 
 
-def _captured(x: FlexInputs) -> _Captured:
-    nothing = Mod(Program((), Ref("score")))
-    score, mask = x.score_mod or nothing, x.mask_mod or nothing
-    tensors = [tensor if tensor.dim() else tensor.view(1) for tensor in (*score.captured, *mask.captured)]
-    numbers = [int(number) for number in (*score.numbers, *mask.numbers)]
-    after = moved(mask.program, len(score.captured), len(score.numbers))
-    return _Captured(
-        None if x.score_mod is None else score.program.text,
-        None if x.mask_mod is None else after.text,
-        (*tensors, *(None,) * (MOST_TENSORS - len(tensors))),
-        tuple(tensor.dim() for tensor in tensors),
-        (*numbers, *(None,) * (MOST_NUMBERS - len(numbers))),
-    )
+def _ranks(found: Joined) -> tuple[int, ...]:
+    return tuple(tensor.dim() for tensor in found.tensors)
 
 
 @cache
@@ -224,17 +195,18 @@ def forward(
     chosen = chosen or _chosen(x)
     config = chosen["forward"]
     x = aligned(x, _multiples(chosen))
-    mods = _captured(x)
+    mods = joined(x)
+    tensors, numbers = _slots(mods)
     out = empty_like_order(x.q, x.v.shape[3])
     lse = torch.empty(x.q.shape[:3], dtype=torch.float32, device=x.q.device)
     most = torch.empty_like(lse) if with_max_scores else None
     sizes = _sizes(x, config)
     arguments = (
-        x.q, *_of_batch(x), *_lists(x.blocks, x), *mods.tensors, out, lse, most, *mods.numbers, float(x.scale),
+        x.q, *_of_batch(x), *_lists(x.blocks, x), *tensors, out, lse, most, *numbers, float(x.scale),
         sizes[0] // config.tile_m, sizes[1] // config.tile_n, mods.score_mod, mods.mask_mod, x.scale >= 0,
         _ragged(x.k.shape[2], sizes[1]), config.packed,
     )  # fmt: skip
-    _run(_family("flex_forward", mods.ranks), arguments, config)
+    _run(_family("flex_forward", _ranks(mods)), arguments, config)
     return out, lse, lse.new_empty(0) if most is None else most
 
 
@@ -263,7 +235,8 @@ def backward(
     chosen = chosen or _chosen(x)
     k_batch, captured = x.k.shape[0], () if x.score_mod is None else x.score_mod.captured
     x = aligned(x, _multiples(chosen))
-    mods = _captured(x)
+    mods = joined(x)
+    tensors, numbers = _slots(mods)
     k, v = _of_batch(x)
     lse, grad_lse = lse.contiguous(), None if grad_lse is None else grad_lse.contiguous()
     norm, delta = torch.empty_like(lse), torch.empty_like(lse)
@@ -276,11 +249,11 @@ def backward(
     sizes = _sizes(x, config)
     columns = None if x.blocks is None else transposed(x.blocks, q_len, kv_len)
     arguments = (
-        x.q, k, v, *_lists(columns, x), *mods.tensors, grad_out, norm, delta, dk, dv, *mods.numbers, float(x.scale),
+        x.q, k, v, *_lists(columns, x), *tensors, grad_out, norm, delta, dk, dv, *numbers, float(x.scale),
         sizes[1] // config.tile_n, sizes[0] // config.tile_m, mods.score_mod, mods.mask_mod, _ragged(q_len, sizes[0]),
         backward_module.row_copies_for(config.helion()),
     )  # fmt: skip
-    _run(_family("flex_dkv", mods.ranks), arguments, config)
+    _run(_family("flex_dkv", _ranks(mods)), arguments, config)
 
     config = chosen["dq"]
     sizes = _sizes(x, config)
@@ -291,12 +264,12 @@ def backward(
         for one, want in zip(captured, wanted, strict=True)
     ]
     arguments = (
-        x.q, k, v, *_lists(x.blocks, x), *mods.tensors, grad_out, norm, delta, dq,
-        *grads, *(None,) * (MOST_TENSORS - len(grads)), *mods.numbers, float(x.scale),
+        x.q, k, v, *_lists(x.blocks, x), *tensors, grad_out, norm, delta, dq,
+        *grads, *(None,) * (MOST_TENSORS - len(grads)), *numbers, float(x.scale),
         sizes[0] // config.tile_m, sizes[1] // config.tile_n, mods.score_mod, mods.mask_mod,
         _ragged(q_len, sizes[0]) or _ragged(kv_len, sizes[1]),
     )  # fmt: skip
-    _run(_family("flex_dq", mods.ranks), arguments, config)
+    _run(_family("flex_dq", _ranks(mods)), arguments, config)
     if k_batch != k.shape[0]:
         dk, dv = (
             empty_like_order(like, like.shape[3]).copy_(grad.sum(0, keepdim=True))

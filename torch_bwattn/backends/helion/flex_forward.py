@@ -11,7 +11,7 @@ whole, where ``mask_mod`` is not called, then tiles of which it decides. Without
 
 Data layout: q [B, Hq, M, D], k [B, Hkv, N, D], v [B, Hkv, N, Dv], o [B, Hq, M, Dv], lse, most [B, Hq, M]; any strides.
 The lists are those of ``BlockMask``, expanded to [B, Hq, R] and [B, Hq, R, C]: row ``r`` of blocks visits the blocks
-``index[r, :count[r]]``. A block is a multiple of the kernel's tiles in both directions (:mod:`.flex_blocks`).
+``index[r, :count[r]]``. A block is a multiple of the kernel's tiles in both directions (:mod:`..flex_blocks`).
 Exponents are in natural units beside a ``score_mod``, which may give ``finfo.min``, and in base 2 without.
 """
 

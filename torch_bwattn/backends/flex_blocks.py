@@ -7,8 +7,8 @@ import dataclasses
 import torch
 from torch import Tensor
 
-from ...mods.program import Program, Ref, Step
-from ..flex_inputs import BlockLists, FlexInputs, Mod, visited
+from ..mods.program import Program, Ref, Step
+from .flex_inputs import BlockLists, FlexInputs, Mod, visited
 
 
 def aligned(x: FlexInputs, multiples: tuple[int, int]) -> FlexInputs:
