@@ -543,3 +543,27 @@ def test_only_some_gradients():
 def test_gradients_are_deterministic_about_reads():
     table = _parameter(3)
     check(operands(2, _L), lambda s, b, h, q, k: s + table[k % 3] * table[q % 2] + table[-1], _lists(_sparse), [table])
+
+
+def test_a_mod_may_change_its_own_values():
+    def in_place(s, b, h, q, k):
+        s = s * 2
+        s += 1
+        distance = q - k
+        distance *= 3
+        shown = q >= k
+        shown &= k > 3
+        near = torch.isclose(distance * 1.0, torch.zeros(()))
+        return torch.where(shown, s + distance, s.neg_()) + near
+
+    def written_out(s, b, h, q, k):
+        s = s * 2 + 1
+        distance = (q - k) * 3
+        return torch.where((q >= k) & (k > 3), s + distance, -s) + (distance == 0)
+
+    q_k_v = operands(2, _L)
+    check(q_k_v, written_out)
+    wanted = flex_attention(*q_k_v, written_out)
+    assert torch.equal(flex_attention(*q_k_v, in_place), wanted)
+    compiled = torch.compile(lambda *q_k_v: flex_attention(*q_k_v, in_place), backend="aot_eager", fullgraph=True)
+    torch.testing.assert_close(compiled(*q_k_v), wanted)

@@ -80,9 +80,10 @@ def _leaves(value: Any) -> list[Any]:
 
 
 def _functional(func: Any) -> Any:
-    """The operator that makes a tensor of what another one changes."""
+    """The operator that makes a tensor of what another one changes; None where there is none."""
     _, name = func._schema.name.split("::")
-    return getattr(getattr(torch.ops.aten, name.rstrip("_")), func._overloadname)
+    bare = f"__{name[3:]}" if name.startswith("__i") else name.rstrip("_")
+    return getattr(getattr(torch.ops.aten, bare, None), func._overloadname, None)
 
 
 def _looks(func: Any) -> bool:
@@ -93,8 +94,8 @@ def _looks(func: Any) -> bool:
 class Recorder(TorchDispatchMode):
     """Runs operators on the meta device and writes them down.
 
-    Of a user's function (not ``internal``) it takes those that a mod may call. Of autograd it takes what changes a
-    tensor as well, as the operator that makes a new one.
+    Of a user's function (not ``internal``) it takes those that a mod may call, of which one may change what an earlier
+    one gave: it is recorded as the operator that makes a new tensor. So is all that autograd changes.
     """
 
     def __init__(self, what: str, known: Mapping[int, str], internal: bool = False) -> None:
@@ -111,9 +112,11 @@ class Recorder(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, kinds: Any, args: Any = (), kwargs: Any = None) -> Any:
         changed = None
         if func._schema.is_mutable:
-            if not self.internal or not func._schema.name.endswith("_"):
-                raise ModError(f"{self.what}: expected a function that changes nothing, got one that calls {func}")
-            func, changed = _functional(func), args[0]
+            functional = _functional(func) if self.internal or self._is_own(args[0]) else None
+            if functional is None or not func._schema.name.endswith("_"):
+                wanted = "a function that changes nothing but its own values"
+                raise ModError(f"{self.what}: expected {wanted}, got one that calls {func}")
+            func, changed = functional, args[0]
         schema, name = func._schema, _MEANS.get(str(func), str(func))
         by_mask = name == "aten.index.Tensor" and any(one is not None and one.dtype == torch.bool for one in args[1])
         if by_mask or (name != "aten.index.Tensor" and _looks(func)):
@@ -143,12 +146,20 @@ class Recorder(TorchDispatchMode):
         if fixed:
             self._fixed.update(id(one) for one in _leaves(result))
         if changed is not None:
+            if result.dtype != changed.dtype:  # the tensor that is changed keeps its own
+                self.steps.append(Step("aten._to_copy.default", (Ref(f"%{place}"),), (("dtype", changed.dtype),)))
+                place += 1
+            (self._fixed.add if fixed else self._fixed.discard)(id(changed))
             return self.name(changed, f"%{place}")
         if isinstance(result, Tensor):
             return self.name(result, f"%{place}")
         if isinstance(result, (tuple, list)) and all(isinstance(one, Tensor) for one in result):
             return type(result)(self.name(one, f"%{place}.{number}") for number, one in enumerate(result))
         raise ModError(f"{self.what}: expected operators that give tensors, got {name}")
+
+    def _is_own(self, tensor: Tensor) -> bool:
+        """Whether a scalar is what an operator gave, so that to change it changes nothing else."""
+        return tensor.dim() == 0 and self.names.get(id(tensor), "@")[0] == "%"
 
     def _is_fixed(self, tensor: Tensor) -> bool:
         name = self.names.get(id(tensor), "@")
