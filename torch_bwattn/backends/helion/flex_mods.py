@@ -128,11 +128,12 @@ def differentiated(
 
 
 def _add(total: torch.Tensor, index: list[torch.Tensor], gradient: torch.Tensor) -> None:
-    """Adds a tile of gradients where values were read."""
+    """Adds a tile of gradients where values were read, summed in the dtype of the total, not in the table's."""
+    gradient = gradient.to(total.dtype)
     for dim in (0, 1):
         if all(_is_one(one.shape[dim]) for one in index):
             gradient = gradient.sum(dim).unsqueeze(dim)
-    hl.atomic_add(total, _alike(index), gradient.to(total.dtype))
+    hl.atomic_add(total, _alike(index), gradient)
 
 
 def _is_one(size: Any) -> bool:

@@ -112,7 +112,7 @@ def _mend_interpreter() -> None:
 _OF_NUMPY = {
     **{name: name for name in ("tanh", "log1p", "expm1", "sinh", "cosh", "tan", "hypot", "nextafter")},
     "asin": "arcsin", "acos": "arccos", "atan": "arctan", "asinh": "arcsinh", "acosh": "arccosh", "atanh": "arctanh",
-    "atan2": "arctan2", "nearbyint": "rint", "trunc": "trunc",
+    "atan2": "arctan2", "nearbyint": "rint", "trunc": "trunc", "mul_rn": "multiply",
 }  # fmt: skip
 """Functions of libdevice, and NumPy's that stand for them in the interpreter."""
 
