@@ -7,8 +7,9 @@ import json
 import torch
 from hypothesis import strategies as st
 
-from torch_bwattn.mods.derivative import GRAD, derivative
-from torch_bwattn.mods.program import INDEX_DTYPE, POSITION, evaluate, hoisted, run, vectors
+from torch_bwattn.backends import flex_blockwise
+from torch_bwattn.backends.flex_inputs import Mod
+from torch_bwattn.mods.program import along, hoisted, run, vectors
 from torch_bwattn.mods.trace import traced
 
 from .drawn import Captured, masks, score_mods
@@ -17,51 +18,34 @@ _AT_ONCE = 40
 _BATCH, _HEADS, _LENGTHS = 1, 2, (16, 16)
 
 
-def _split(mod, what, device):
-    found = traced(mod, what)
+def mod_of(function, what, device="cpu"):
+    """A mod as the operator gets it, without gradients; None of None."""
+    if function is None:
+        return None
+    found = traced(function, what)
     first, wanted, rest = hoisted(found.program)
     with torch.no_grad():
         captured = [tensor.to(device) for tensor in run(first, wanted, found.captured)]
-    assert not vectors(rest, [tensor.dim() for tensor in captured])
-    return rest, captured
+    return Mod(rest, captured, found.numbers)
 
 
 def _grid(device):
     sizes = (_BATCH, _HEADS, *_LENGTHS)
-    axes = [
-        torch.arange(size, dtype=INDEX_DTYPE, device=device).view([-1 if place == own else 1 for place in range(4)])
-        for own, size in enumerate(sizes)
-    ]
-    return sizes, dict(zip(POSITION, axes, strict=True))
+    return sizes, along([torch.arange(size, device=device) for size in sizes])
 
 
-def _expected(kind, program, captured, scores, grads, grid):
+def _expected(kind, mod, scores, grads, grid):
     """(result, gradient of scores, gradients of captured tensors)."""
     if kind == "mask":
-        (shown,) = evaluate(program.steps, [program.result], grid, captured)
-        return shown.expand(scores.shape).float(), None, []
-    (after,) = evaluate(program.steps, [program.result], {"score": scores, **grid}, captured)
+        return flex_blockwise._evaluated(mod, grid).expand(scores.shape).float(), None, []
+    after = flex_blockwise._evaluated(mod, {"score": scores, **grid})
     after = after.expand(scores.shape).float()
     grad = torch.where(after == -torch.inf, 0.0, grads)
-    wanted = tuple(place for place, tensor in enumerate(captured) if tensor.is_floating_point())
-    kinds = tuple((tensor.dtype, tuple(tensor.shape)) for tensor in captured)
-    rule = derivative(program.text, kinds, wanted, torch.float32)
-    results = [rule.score] if rule.score is not None else []
-    for load in rule.loads:
-        results += [load.gradient, *load.index]
-    found = iter(evaluate(rule.steps, results, {"score": scores, GRAD: grad, **grid}, captured))
-    before = torch.zeros_like(scores)
-    if rule.score is not None:
-        before = torch.where(grad == 0.0, 0.0, next(found)).expand(scores.shape)
-    totals = [torch.zeros_like(tensor) if tensor.is_floating_point() else None for tensor in captured]
-    for load in rule.loads:
-        by = torch.where(grad == 0.0, 0.0, next(found)).expand(scores.shape)
-        index = tuple(next(found).to(torch.int64).expand(scores.shape) for _ in load.index)
-        if index:
-            totals[load.captured].index_put_(index, by, accumulate=True)
-        else:
-            totals[load.captured] += by.sum()
-    return after, before, totals
+    totals = [torch.zeros_like(tensor) if tensor.is_floating_point() else None for tensor in mod.captured]
+    rule = flex_blockwise._derivative(mod, tuple(total is not None for total in totals), torch.float32)
+    rows = flex_blockwise._Rows(slice(None), None, grid, None)
+    before = flex_blockwise._through_mod(rule, mod, scores, grad, rows, totals)
+    return after, before.expand(scores.shape), totals
 
 
 def check(mods, device="cpu"):
@@ -81,8 +65,10 @@ def check(mods, device="cpu"):
         tables.append(tensor)
         return len(tables) - 1
 
-    for kind, mod in mods:
-        program, captured = _split(mod, f"{kind}_mod", device)
+    for kind, function in mods:
+        mod = mod_of(function, f"{kind}_mod", device)
+        program, captured = mod.program, mod.captured
+        assert not vectors(program, tuple(tensor.dim() for tensor in captured))
         totals = [
             torch.zeros_like(tensor) if kind == "score" and tensor.is_floating_point() else None for tensor in captured
         ]
@@ -92,7 +78,7 @@ def check(mods, device="cpu"):
         programs.append(
             (kind, program.text, places, [None if one is None else place_of(one, own=True) for one in totals])
         )
-        wanted.append((program.text, totals, _expected(kind, program, captured, scores, grads, grid)))
+        wanted.append((program.text, totals, _expected(kind, mod, scores, grads, grid)))
     results, gradients = (torch.full((len(programs), *sizes), torch.nan, device=device) for _ in range(2))
     filled = (*tables, *(None,) * (MOST_TABLES - len(tables)))
     arguments = (scores, grads, results, gradients, *filled, json.dumps(programs))

@@ -19,7 +19,8 @@ def _here(tensor):
     return tensor.to(torch.get_default_device())
 
 
-def _topk():
+def topk():
+    """Which three of eight blocks each row of blocks of two batch entries and heads visits."""
     drawn = [torch.randperm(8, generator=torch.Generator().manual_seed(n), device="cpu")[:3] for n in range(2 * 2 * 8)]
     return _here(torch.stack(drawn).view(2, 2, 8, 3))
 
@@ -33,9 +34,9 @@ def _is_global(length):
 
 
 def _vsa(variable):
-    topk = _topk()
+    chosen = topk()
     sizes = torch.tensor([8, 8, 5, 8, 3, 8, 8, 2]) if variable else None
-    return masks.generate_vsa_mask_mod(topk, 8, sizes)
+    return masks.generate_vsa_mask_mod(chosen, 8, sizes)
 
 
 MASKS = {  # how it is made, queries, keys

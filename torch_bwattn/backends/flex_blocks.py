@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 
 import torch
 from torch import Tensor
@@ -37,6 +38,7 @@ def aligned(x: FlexInputs, multiples: tuple[int, int]) -> FlexInputs:
     return dataclasses.replace(x, blocks=lists, mask_mod=Mod(program, (*mask.captured, kinds), mask.numbers))
 
 
+@functools.lru_cache(maxsize=1024)
 def _within(mask: Program, place: int, sizes: tuple[int, int]) -> Program:
     """A mask kept to blocks: shown are those of kind 2 and more whole, of kind 1 what the mask shows.
 

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from ..layout import empty_like_order, folded
 from ..mods.derivative import GRAD, Derivative, derivative
-from ..mods.program import INDEX_DTYPE, POSITION, evaluate
+from ..mods.program import along, evaluate
 from .flex_inputs import BlockLists, FlexInputs, Mod, visited
 from .reference import SMALLEST_BUDGET
 
@@ -89,10 +89,7 @@ def _blocks_of_rows(x: FlexInputs) -> Iterator[_Rows]:
             stop = min(stop, (start // lists.sizes[0] + 1) * lists.sizes[0])
         keys = None if lists is None else lists.keys(range(start, stop), kv_len)
         i, j = every[2][start:stop], every[3] if keys is None else keys
-        grid = {
-            name: axis.to(INDEX_DTYPE).view([-1 if place == own else 1 for place in range(4)])
-            for own, (name, axis) in enumerate(zip(POSITION, (*every[:2], i, j), strict=True))
-        }
+        grid = along((*every[:2], i, j))
         shown = _shown_by_mod(x, grid)
         if lists is not None:
             part = lists.of(lists.part, i, j)

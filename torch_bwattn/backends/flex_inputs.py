@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from ..layout import lse_dtype
+from ..layout import empty_like_order, lse_dtype
 from ..mods.program import Program, Ref, moved, vectors
+
+if TYPE_CHECKING:
+    from torch.nn.attention.flex_attention import BlockMask
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,6 +43,12 @@ class BlockLists:
     full_index: Tensor | None
     sizes: tuple[int, int]
 
+    @staticmethod
+    def of(mask: BlockMask) -> BlockLists:
+        """Those of a block mask."""
+        counts, index = mask.kv_num_blocks, mask.kv_indices
+        return BlockLists(counts, index, mask.full_kv_num_blocks, mask.full_kv_indices, mask.BLOCK_SIZE)
+
 
 @dataclasses.dataclass(frozen=True)
 class FlexInputs:
@@ -60,6 +70,28 @@ class FlexInputs:
         """Of scores."""
         return lse_dtype(self.q.dtype)
 
+    def of_batch(self) -> tuple[Tensor, Tensor]:
+        """Keys and values of the query's batch."""
+        batch = self.q.shape[0]
+        return self.k.expand(batch, -1, -1, -1), self.v.expand(batch, -1, -1, -1)
+
+    def of_own_batch(self, dk: Tensor, dv: Tensor) -> tuple[Tensor, Tensor]:
+        """Gradients of keys and values of their own batch, from those of the query's."""
+        if self.k.shape[0] == self.q.shape[0]:
+            return dk, dv
+        own_dk, own_dv = (
+            empty_like_order(like, like.shape[3]).copy_(grad.sum(0, keepdim=True))
+            for like, grad in ((self.k, dk), (self.v, dv))
+        )
+        return own_dk, own_dv
+
+    def lists(self, blocks: BlockLists | None) -> tuple[Tensor | None, ...]:
+        """Lists as kernels take them, of the query's batch and heads: counts and indices in part, then whole."""
+        if blocks is None:
+            return None, None, None, None
+        some = (blocks.part_count, blocks.part_index, blocks.full_count, blocks.full_index)
+        return tuple(None if one is None else one.expand(*self.q.shape[:2], *one.shape[2:]) for one in some)
+
 
 def _dense(count: Tensor, index: Tensor, columns: int) -> Tensor:
     """The blocks of a list as bool [B, H, R, columns]."""
@@ -80,6 +112,10 @@ def visited(blocks: BlockLists, kv_len: int) -> tuple[Tensor, Tensor]:
     return part, _dense(blocks.full_count, blocks.full_index, columns)
 
 
+MOST_TENSORS, MOST_NUMBERS = 8, 4
+"""How many captured tensors and integers the kernels' signatures have room for."""
+
+
 @dataclasses.dataclass(frozen=True)
 class Joined:
     """Both mods with what they captured in one row, as kernels take it.
@@ -95,6 +131,11 @@ class Joined:
     mask_mod: str | None
     tensors: tuple[Tensor, ...]
     numbers: tuple[int, ...]
+
+    def slots(self) -> tuple[tuple[Tensor | None, ...], tuple[int | None, ...]]:
+        """Tensors and integers as signatures of kernels take them, None where there is no more."""
+        no_tensors, no_numbers = MOST_TENSORS - len(self.tensors), MOST_NUMBERS - len(self.numbers)
+        return (*self.tensors, *(None,) * no_tensors), (*self.numbers, *(None,) * no_numbers)
 
 
 def joined(x: FlexInputs) -> Joined:
@@ -121,7 +162,7 @@ def why_not_scalars(x: FlexInputs) -> str:
     for what, mod in (("score_mod", x.score_mod), ("mask_mod", x.mask_mod)):
         if mod is None:
             continue
-        op = vectors(mod.program, [tensor.dim() for tensor in mod.captured])
+        op = vectors(mod.program, tuple(tensor.dim() for tensor in mod.captured))
         if op:
             return f"its kernels take mods of scalars, and {what} calls {op} on more"
         for tensor in mod.captured:
@@ -129,4 +170,8 @@ def why_not_scalars(x: FlexInputs) -> str:
                 return f"its kernels read no captured tensors of {tensor.dtype} and shape {list(tensor.shape)}"
         if any(not -(2**31) <= int(number) < 2**31 for number in mod.numbers):
             return f"its kernels take captured integers of 32 bits, and {what} has others"
+    found = joined(x)
+    tensors, numbers = len(found.tensors) + (x.blocks is not None), len(found.numbers)  # lists may become a table
+    if tensors > MOST_TENSORS or numbers > MOST_NUMBERS:
+        return f"its kernels take {MOST_TENSORS} captured tensors and {MOST_NUMBERS} integers, got {tensors}, {numbers}"
     return ""

@@ -10,17 +10,16 @@ A pattern's *density* is the share of its blocks that are visited; TFLOP/s count
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from ..testing import Results, judge
 from . import check, document
-from .peers import FLEX_PEERS, OURS
+from .peers import FLEX_PEERS, OURS, undonated
 from .rows import BACKWARD, DIRECTIONS, FORWARD, Inputs, Row, make_inputs
 from .timing import Contender, Stopwatch, Timing, describe_failure, time_interleaved
 
@@ -116,15 +115,6 @@ def _opened(name: str, pattern: Pattern, block_mask: Any) -> Attention:
         return out
 
     return attention
-
-
-@contextlib.contextmanager
-def _undonated() -> Iterator[None]:
-    """The timed backward runs many times over one graph, which donated buffers forbid."""
-    import torch._functorch.config as functorch_config
-
-    with functorch_config.patch(donated_buffer=False):
-        yield
 
 
 def density_of(block_mask: Any) -> float:
@@ -228,7 +218,7 @@ def _measure_direction(
             "dtype": row.dtype, "density": density,
         }  # fmt: skip
         try:
-            with _undonated():
+            with undonated():
                 prepare = _prepare_forward if direction == FORWARD else _prepare_backward
                 torch_bwattn.reset_call_counts()
                 work, results = prepare(_opened(provider, pattern, mask), inputs, pattern)
@@ -239,7 +229,7 @@ def _measure_direction(
             continue
         record["check"] = verdict.as_record()
         if verdict.ok:
-            contenders[provider] = Contender(work, _undonated)
+            contenders[provider] = Contender(work, undonated)
         else:
             record.update(status=document.WRONG, reason=verdict.reason)
     flops = row.flops(direction) * density

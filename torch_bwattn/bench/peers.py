@@ -221,10 +221,14 @@ class FlexProvider(Provider):
 
     def active(self) -> contextlib.AbstractContextManager[object]:
         """See `Provider.active`."""
-        import torch._functorch.config as functorch_config
+        return undonated()
 
-        # The timed backward runs many times over one graph, which donated buffers forbid.
-        return functorch_config.patch(donated_buffer=False)
+
+def undonated() -> contextlib.AbstractContextManager[object]:
+    """For what is compiled: a timed backward runs many times over one graph, which donated buffers forbid."""
+    import torch._functorch.config as functorch_config
+
+    return functorch_config.patch(donated_buffer=False)
 
 
 def _seen(window: int | None) -> Callable[..., Any]:

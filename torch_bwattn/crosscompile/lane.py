@@ -178,10 +178,8 @@ def _flex_inputs(width: int) -> FlexInputs:
     def mask_mod(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
         return q_idx >= kv_idx
 
-    slopes, blocks = torch.ones(8), create_block_mask(mask_mod, None, None, 512, 512, device="cpu")
-    lists = BlockLists(
-        blocks.kv_num_blocks, blocks.kv_indices, blocks.full_kv_num_blocks, blocks.full_kv_indices, blocks.BLOCK_SIZE
-    )
+    slopes = torch.ones(8)
+    lists = BlockLists.of(create_block_mask(mask_mod, None, None, 512, 512, device="cpu"))
     score, mask = traced(score_mod, "score_mod"), traced(mask_mod, "mask_mod")
     q, k, v = (torch.zeros(2, heads, 512, width, dtype=torch.bfloat16) for heads in (8, 2, 2))
     return FlexInputs(q, k, v, width**-0.5, Mod(score.program, score.captured), Mod(mask.program), lists)
@@ -200,10 +198,8 @@ def _flex_on_hopper(problem: Problem) -> Iterator[Compiled]:
 def _flex(problem: Problem) -> Iterator[Compiled]:
     from ..backends.helion import configs, flex, report
 
-    x, chosen = (
-        _flex_inputs(problem.head_dim),
-        configs.flex(problem.head_dim, problem.value_dim, problem.dtype, problem.target),
-    )
+    x = _flex_inputs(problem.head_dim)
+    chosen = configs.flex(problem.head_dim, problem.value_dim, problem.dtype, problem.target)
     with report.collected() as prepared:
         out, lse, _ = flex.forward(x, chosen=chosen)
         flex.backward(x, out, None, out, lse, [True], chosen=chosen)

@@ -121,8 +121,7 @@ def explain_flex_attention(
     print(f"bwattn.flex_attention: mods {text}")
     if isinstance(found, str):
         return text
-    k, v = (tensor.expand(query.shape[0], -1, -1, -1) for tensor in (key, value))
-    return f"{text}\n{explain(query, k, v, scale=scale, enable_gqa=enable_gqa, **found)}"
+    return f"{text}\n{explain(query, *x.of_batch(), scale=scale, enable_gqa=enable_gqa, **found)}"
 
 
 class Blocks(NamedTuple):

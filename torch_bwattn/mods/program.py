@@ -155,6 +155,8 @@ MAKES = {
     "full", "full_like", "new_full", "new_ones", "new_zeros", "ones", "ones_like", "scalar_tensor", "zeros",
     "zeros_like",
 }  # fmt: skip
+SAME = ("alias", "clone", "detach", "lift_fresh", "lift_fresh_copy")
+"""Operators that give what they take."""
 _REDUCE = {"all", "amax", "amin", "any", "mean", "prod", "sum"}
 _OF_VECTORS = {"dot", "expand", "index", "index_put", "select", "select_backward", "unbind", "unsqueeze"} | _REDUCE
 
@@ -168,7 +170,24 @@ def is_known(name: str) -> bool:
     return torch.Tag.pointwise in operator(name).tags  # type: ignore[attr-defined]
 
 
-def vectors(program: Program, ranks: Sequence[int]) -> str:
+def literal(step: Step) -> Any:
+    """The number that a step of :data:`MAKES` makes a tensor of."""
+    base = step.base
+    if "zeros" in base or "ones" in base:
+        return int("ones" in base)
+    return step.args[0 if base == "scalar_tensor" else 1 if base in ("full", "full_like") else 2]
+
+
+def along(axes: Sequence[Tensor]) -> dict[str, Tensor]:
+    """Vectors of positions by their names, each along its own of a grid's four dimensions."""
+    return {
+        name: axis.to(INDEX_DTYPE).view([-1 if place == own else 1 for place in range(4)])
+        for own, (name, axis) in enumerate(zip(POSITION, axes, strict=True))
+    }
+
+
+@functools.lru_cache(maxsize=1024)
+def vectors(program: Program, ranks: tuple[int, ...]) -> str:
     """The first operator of a mod that takes or gives more than scalars; nothing where all values are scalars.
 
     Args:
@@ -389,6 +408,7 @@ def hoisted(program: Program) -> tuple[tuple[Step, ...], tuple[Ref, ...], Progra
     return first, tuple(renamed(Ref(name), False) for name in wanted), Program(rest, result)
 
 
+@functools.lru_cache(maxsize=1024)
 def moved(program: Program, tensors: int, numbers: int) -> Program:
     """The program where so many tensors and integers are captured before its own."""
     by = {"@": tensors, "#": numbers}

@@ -197,12 +197,6 @@ def _on_hopper(x: FlexInputs, with_max_scores: bool) -> tuple[Tensor, Tensor, Te
     return cute_flex.forward(x)
 
 
-def _one_batch(x: FlexInputs) -> tuple[Tensor, Tensor]:
-    """Keys and values of the query's batch."""
-    batch = x.q.shape[0]
-    return x.k.expand(batch, -1, -1, -1), x.v.expand(batch, -1, -1, -1)
-
-
 def forward(query: Tensor, key: Tensor, value: Tensor, scale: float, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
     """One forward on real tensors."""
     mods, with_max_scores = rest[:-1], rest[-1]
@@ -217,7 +211,7 @@ def forward(query: Tensor, key: Tensor, value: Tensor, scale: float, *rest: Any)
         primitive.count_call(_BLOCKWISE if found is None else _KERNELS)
         out, lse, most = found or flex_blockwise.forward(x)
         return out, lse, most if with_max_scores else lse.new_empty(0)
-    k, v = _one_batch(x)
+    k, v = x.of_batch()
     out, lse = primitive.forward(query, k, v, None, None, 0.0, scale=scale, **options)
     return out, lse, lse.new_empty(0)
 
@@ -244,14 +238,12 @@ def backward(
         )
         dq, dk, dv, found = grads or flex_blockwise.backward(x, grad_out, grad_lse, lse, wanted)
         return dq, dk, dv, [query.new_empty(0) if one is None else one for one in found]
-    k, v = _one_batch(x)
+    k, v = x.of_batch()
     dq, dk, dv, _, _ = primitive.backward(
         grad_out, grad_lse, query, k, v, None, out, lse, None, 0.0,
         scale=scale, output_mask=[True, True, True, False, False], **options,
     )  # fmt: skip
-    if key.shape[0] != query.shape[0]:
-        dk, dv = (grad.sum(0, keepdim=True) for grad in (dk, dv))
-        dk, dv = (empty_like_order(like, like.shape[3]).copy_(grad) for like, grad in ((key, dk), (value, dv)))
+    dk, dv = x.of_own_batch(dk, dv)
     zeros = [torch.zeros_like(one) if want else query.new_empty(0) for one, want in zip(captured, wanted, strict=True)]
     return dq, dk, dv, zeros
 

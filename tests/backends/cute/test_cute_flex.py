@@ -17,11 +17,11 @@ from torch.nn.functional import gelu, mish, silu, softplus
 import torch_bwattn
 from tests.flex.dense import operands
 from tests.flex.drawn import MOST, Captured, masks, score_mods
+from tests.flex.emitted import mod_of
 from torch_bwattn.backends.cute import calls, configs, flex, loader
-from torch_bwattn.backends.flex_inputs import BlockLists, FlexInputs, Mod
+from torch_bwattn.backends.flex_inputs import BlockLists, FlexInputs
 from torch_bwattn.errors import UnsupportedProblem
-from torch_bwattn.mods.program import INDEX_DTYPE, MAKES, POSITION, evaluate, hoisted, run, vectors
-from torch_bwattn.mods.trace import traced
+from torch_bwattn.mods.program import MAKES, SAME, along, evaluate, vectors
 
 pytestmark = pytest.mark.skipif(loader.why_missing() is not None, reason=str(loader.why_missing()))
 
@@ -31,13 +31,6 @@ _LABELS = torch.randint(3, (MOST,), generator=torch.Generator().manual_seed(1))
 _FLAGS = _LABELS > 0
 
 
-def parts_of(mod, what):
-    found = traced(mod, what)
-    first, wanted, rest = hoisted(found.program)
-    with torch.no_grad():
-        return Mod(rest, run(first, wanted, found.captured), found.numbers)
-
-
 def on_the_host(mod, what, h=1):
     """What a mod gives as CuTe emits it, and what it should."""
     loader.load()
@@ -45,7 +38,7 @@ def on_the_host(mod, what, h=1):
     from cutlass import Int32, cute
     from cutlass.cute.runtime import from_dlpack
 
-    found = parts_of(mod, what)
+    found = mod_of(mod, what)
     tensors = [one if one.dim() else one.view(1) for one in found.captured]
     dtypes = tuple(one.dtype for one in tensors)
     held = [from_dlpack(one.view(torch.uint8) if one.dtype == torch.bool else one.contiguous()) for one in tensors]
@@ -54,15 +47,9 @@ def on_the_host(mod, what, h=1):
     out = torch.full_like(scores, torch.nan)
     arguments = (from_dlpack(out), from_dlpack(scores), Int32(0), Int32(h), *held)
     cute.compile(mod_kernels.on_grid, *arguments, found.program.text, dtypes)(*arguments)
-    sizes = (0, h, range(ROWS), range(COLUMNS))
-    grid = {
-        name: torch.tensor([*size] if isinstance(size, range) else [size], dtype=INDEX_DTYPE)
-        .view([-1 if place == own else 1 for place in range(4)])
-        for own, (name, size) in enumerate(zip(POSITION, sizes, strict=True))
-    }  # fmt: skip
-    (expected,) = evaluate(
-        found.program.steps, [found.program.result], {"score": scores[None, None], **grid}, found.captured
-    )
+    grid = along([torch.tensor([0]), torch.tensor([h]), torch.arange(ROWS), torch.arange(COLUMNS)])
+    grid["score"] = scores[None, None]
+    (expected,) = evaluate(found.program.steps, [found.program.result], grid, found.captured)
     return out, expected.expand(1, 1, ROWS, COLUMNS)[0, 0].float()
 
 
@@ -111,7 +98,7 @@ def test_operators_are_those_with_a_form():
     loader.load()
     from torch_bwattn.backends.cute.parts import mods
 
-    assert set(mods.FORMS) | set(mods.SAME) | {"index", "_to_copy"} == flex.EMITTED
+    assert set(mods.FORMS) | set(SAME) | {"index", "_to_copy"} == flex.EMITTED
     assert not flex.EMITTED & MAKES
 
 
@@ -126,7 +113,7 @@ def test_operators_are_those_with_a_form():
     ],
 )
 def test_what_has_no_form_is_named(mod, words):
-    found = parts_of(mod, "score_mod")
+    found = mod_of(mod, "score_mod")
     said = flex.not_emitted(found.program.text, tuple((one.dtype, one.dim()) for one in found.captured), 0)
     assert words in said
     assert bool(said) == bool(words)
@@ -137,10 +124,8 @@ def inputs_of(score=None, mask=None, block=None, width=64, lengths=(256, 256), d
     blocks = None
     if block is not None:
         made = create_block_mask(mask, None, None, *lengths, device="cpu", BLOCK_SIZE=block)
-        parts = made.kv_num_blocks, made.kv_indices, made.full_kv_num_blocks, made.full_kv_indices
-        blocks = BlockLists(*parts, made.BLOCK_SIZE)
-    mods = [None if one is None else parts_of(one, what) for one, what in ((score, "score_mod"), (mask, "mask_mod"))]
-    return FlexInputs(q, k, v, 0.1, *mods, blocks)
+        blocks = BlockLists.of(made)
+    return FlexInputs(q, k, v, 0.1, mod_of(score, "score_mod"), mod_of(mask, "mask_mod"), blocks)
 
 
 def causal(b, h, q, k):
@@ -164,8 +149,8 @@ def test_all_of_attention_gym_but_rows_has_forms():
     made += [(name, make()[0], "score_mod") for name, make in MODS.items()]
     refused = set()
     for name, mod, what in made:
-        found = parts_of(mod, what)
-        if vectors(found.program, [one.dim() for one in found.captured]):
+        found = mod_of(mod, what)
+        if vectors(found.program, tuple(one.dim() for one in found.captured)):
             refused.add(name)
         else:
             kinds = tuple((one.dtype, max(one.dim(), 1)) for one in found.captured)

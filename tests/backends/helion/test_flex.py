@@ -14,12 +14,11 @@ from torch.nn.attention.flex_attention import create_block_mask
 import torch_bwattn
 from tests.flex.dense import check, operands
 from tests.flex.drawn import MOST, masks
+from tests.flex.emitted import mod_of
 from torch_bwattn.backends import flex_blocks, flex_blockwise
 from torch_bwattn.backends.flex_inputs import BlockLists, FlexInputs, Mod, visited
 from torch_bwattn.backends.helion import configs, flex
 from torch_bwattn.errors import UnsupportedProblem
-from torch_bwattn.mods.program import hoisted, run
-from torch_bwattn.mods.trace import traced
 from torch_bwattn.ops import flex as flex_op
 
 interpreted = pytest.mark.interpreted
@@ -41,21 +40,9 @@ _HALF = torch.randn(4, 40, generator=_GENERATOR).half()
 _TEMPERATURE = torch.tensor(0.7)
 
 
-def mod_of(function, what):
-    """A mod as the operator gets it."""
-    if function is None:
-        return None
-    found = traced(function, what)
-    first, wanted, rest = hoisted(found.program)
-    with torch.no_grad():
-        return Mod(rest, run(first, wanted, found.captured), found.numbers)
-
-
 def lists_of(mask, lengths, block, heads=None, batch=None):
     """Lists as ``create_block_mask`` makes them."""
-    made = create_block_mask(mask, batch, heads, *lengths, device="cpu", BLOCK_SIZE=block)
-    parts = made.kv_num_blocks, made.kv_indices, made.full_kv_num_blocks, made.full_kv_indices
-    return BlockLists(*parts, made.BLOCK_SIZE)
+    return BlockLists.of(create_block_mask(mask, batch, heads, *lengths, device="cpu", BLOCK_SIZE=block))
 
 
 @dataclasses.dataclass
@@ -148,7 +135,6 @@ def test_values(name, monkeypatch):
     finally:
         torch.use_deterministic_algorithms(False)
     tolerance = 2e-5 if case.dtype == torch.float32 else 4e-3
-    of_half = 1e-3  # a gradient in half precision is rounded to it
     of_captured = zip(grads[3], expected[3], strict=True)
     pairs = [*zip(found, (out, lse, most), strict=True), *zip(grads[:3], expected[:3], strict=True), *of_captured]
     names = ["out", "lse", "max_scores", "dq", "dk", "dv", *(f"captured {place}" for place in range(len(wanted)))]
@@ -157,7 +143,7 @@ def test_values(name, monkeypatch):
             assert one is None
             continue
         largest = max(1.0, float(other.nan_to_num(neginf=0.0).abs().max()))
-        allowed = max(tolerance, of_half) if other.dtype == torch.float16 else tolerance
+        allowed = max(tolerance, 1e-3) if other.dtype == torch.float16 else tolerance  # it is rounded to it
         torch.testing.assert_close(
             one, other, rtol=allowed, atol=allowed * min(largest, 1e6), msg=lambda m, w=what: f"{w}: {m}"
         )

@@ -20,7 +20,6 @@ from ..flex_inputs import FlexInputs, joined, why_not_scalars
 from . import calls, configs, loader
 from .compile import KernelKey
 
-MOST_TENSORS, MOST_NUMBERS = 8, 4
 EMITTED = {
     "__lshift__", "__rshift__", "_to_copy", "abs", "add", "alias", "bitwise_and", "bitwise_not", "bitwise_or",
     "bitwise_xor", "clamp", "clamp_max", "clamp_min", "clone", "cos", "detach", "div", "eq", "exp", "exp2", "floor",
@@ -60,8 +59,6 @@ def why_not(x: FlexInputs, with_max_scores: bool = False) -> str:
     if reason:
         return reason
     found = joined(x)
-    if len(found.tensors) + (x.blocks is not None) > MOST_TENSORS or len(found.numbers) > MOST_NUMBERS:
-        return f"its kernels take {MOST_TENSORS} captured tensors and {MOST_NUMBERS} integers"
     kinds = tuple((tensor.dtype, tensor.dim()) for tensor in found.tensors)
     for what, text in (("score_mod", found.score_mod), ("mask_mod", found.mask_mod)):
         op = None if text is None else not_emitted(text, kinds, len(found.numbers))
@@ -138,17 +135,11 @@ def forward(x: FlexInputs) -> tuple[Tensor, Tensor, Tensor]:
     found = joined(x)
     out = empty_like_order(x.q, x.v.shape[3])
     lse = torch.empty(x.q.shape[:3], dtype=torch.float32, device=x.q.device)
-    blocks, sizes = x.blocks, (config.tile_m, config.tile_n)
-    lists: tuple[Tensor | None, ...] = (None,) * 4
-    if blocks is not None:
-        sizes = blocks.sizes
-        some = blocks.part_count, blocks.part_index, blocks.full_count, blocks.full_index
-        lists = tuple(None if one is None else one.expand(*x.q.shape[:2], *one.shape[2:]) for one in some)
-    tensors = [tensor.view(torch.uint8) if tensor.dtype == torch.bool else tensor for tensor in found.tensors]
-    views = calls.views_for_tma((x.q, x.k, x.v))
+    sizes = (config.tile_m, config.tile_n) if x.blocks is None else x.blocks.sizes
+    tensors, numbers = found.slots()
+    held = (one.view(torch.uint8) if one is not None and one.dtype == torch.bool else one for one in tensors)
     calls.launch_of(key_of(features_of(x), config))(
-        *views, out, lse, float(x.scale), *lists, *tensors, *(None,) * (MOST_TENSORS - len(tensors)),
-        *found.numbers, *(None,) * (MOST_NUMBERS - len(found.numbers)), sizes[0] // config.tile_m,
-        sizes[1] // config.tile_n, calls.programs_of(x.q.device),
+        *calls.views_for_tma((x.q, x.k, x.v)), out, lse, float(x.scale), *x.lists(x.blocks), *held, *numbers,
+        sizes[0] // config.tile_m, sizes[1] // config.tile_n, calls.programs_of(x.q.device),
     )  # fmt: skip
     return out, lse, lse.new_empty(0)

@@ -19,11 +19,9 @@ import cutlass
 import torch
 from cutlass import Boolean, Float32, Int32, const_expr, cute
 
+from ..flex_inputs import MOST_NUMBERS, MOST_TENSORS
 from .forward_sm90 import LOG2_E, Forward, Limits, Place, Rows
 from .parts import keys, mods, schedule
-
-MOST_TENSORS, MOST_NUMBERS = 8, 4
-"""How many captured tensors and integers the signature has room for."""
 
 _HELD = {
     "bool": cutlass.Uint8, "uint8": cutlass.Uint8, "int8": cutlass.Int8, "int32": cutlass.Int32,
@@ -126,19 +124,22 @@ class FlexForward(Forward):
     @cute.jit
     def visited(self, tile: schedule.Tile, tiles: keys.KeyTiles, i: Int32, windowed: cutlass.Constexpr) -> Int32:
         """The i-th tile of keys in listed blocks."""
-        flex = self.flex
         n = keys.visited(tiles, i, windowed)
         if const_expr(self.features.mods.lists):
-            line, part = self.line(tile), tiles.masked
+            part = tiles.masked
             if const_expr(self.features.mods.full):
                 if i < part:
-                    n = flex.part_index[tile.batch, tile.head, line, i // flex.across] * flex.across + i % flex.across
+                    n = self.listed(self.flex.part_index, tile, i)
                 else:
-                    j = i - part
-                    n = flex.full_index[tile.batch, tile.head, line, j // flex.across] * flex.across + j % flex.across
+                    n = self.listed(self.flex.full_index, tile, i - part)
             else:
-                n = flex.part_index[tile.batch, tile.head, line, i // flex.across] * flex.across + i % flex.across
+                n = self.listed(self.flex.part_index, tile, i)
         return n
+
+    def listed(self, index: cute.Tensor, tile: schedule.Tile, i: Int32) -> Int32:
+        """The i-th tile of keys of one list."""
+        across = self.flex.across
+        return index[tile.batch, tile.head, self.line(tile), i // across] * across + i % across
 
     @cute.jit
     def prepare(

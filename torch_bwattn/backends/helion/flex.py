@@ -19,14 +19,11 @@ from ...errors import UnsupportedProblem
 from ...layout import empty_like_order
 from ...target import capability, target_of
 from ..flex_blocks import aligned, transposed
-from ..flex_inputs import BlockLists, FlexInputs, Joined, joined, why_not_scalars
+from ..flex_inputs import MOST_TENSORS, FlexInputs, Joined, joined, why_not_scalars
 from . import configs, loader
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _WIDEST = 256
-MOST_TENSORS = 8
-"""How many captured tensors the kernels' signatures have room for."""
-MOST_NUMBERS = 4
 _MOST_LAUNCHES = 4096
 
 
@@ -46,14 +43,7 @@ def why_not(x: FlexInputs) -> str:
         return f"its kernels take widths from 1 to {_WIDEST}, got D={widths[0]} and Dv={widths[1]}"
     if not (x.q.numel() and x.k.numel()):
         return "nothing to attend needs no kernel"
-    reason = why_not_scalars(x)
-    if reason:
-        return reason
-    found = joined(x)
-    tensors, numbers = len(found.tensors) + (x.blocks is not None), len(found.numbers)
-    if tensors > MOST_TENSORS or numbers > MOST_NUMBERS:
-        return f"its kernels take {MOST_TENSORS} captured tensors and {MOST_NUMBERS} integers, got {tensors}, {numbers}"
-    return ""
+    return why_not_scalars(x)
 
 
 def _chosen(x: FlexInputs) -> dict[str, configs.Config]:
@@ -65,12 +55,6 @@ def words(direction: str, x: FlexInputs) -> str:
     """The configs that a call runs with."""
     kernels = ("forward",) if direction == "forward" else ("dkv", "dq")
     return "; ".join(f"{kernel} {_chosen(x)[kernel]}" for kernel in kernels)
-
-
-def _slots(found: Joined) -> tuple[tuple[Tensor | None, ...], tuple[int | None, ...]]:
-    """Captured tensors and integers as the kernels' signatures take them."""
-    tensors, numbers = found.tensors, found.numbers
-    return (*tensors, *(None,) * (MOST_TENSORS - len(tensors))), (*numbers, *(None,) * (MOST_NUMBERS - len(numbers)))
 
 
 def _ranks(found: Joined) -> tuple[int, ...]:
@@ -164,15 +148,6 @@ def _multiples(chosen: Mapping[str, configs.Config]) -> tuple[int, int]:
     return max(config.tile_m for config in tiles), max(config.tile_n for config in tiles)
 
 
-def _lists(blocks: BlockLists | None, x: FlexInputs) -> tuple[Tensor | None, ...]:
-    """The arguments that lists are."""
-    if blocks is None:
-        return None, None, None, None
-    outer = x.q.shape[:2]
-    some = (blocks.part_count, blocks.part_index, blocks.full_count, blocks.full_index)
-    return tuple(None if one is None else one.expand(*outer, *one.shape[2:]) for one in some)
-
-
 def _ragged(length: int, block: int) -> bool:
     return length % block != 0
 
@@ -196,13 +171,13 @@ def forward(
     config = chosen["forward"]
     x = aligned(x, _multiples(chosen))
     mods = joined(x)
-    tensors, numbers = _slots(mods)
+    tensors, numbers = mods.slots()
     out = empty_like_order(x.q, x.v.shape[3])
     lse = torch.empty(x.q.shape[:3], dtype=torch.float32, device=x.q.device)
     most = torch.empty_like(lse) if with_max_scores else None
     sizes = _sizes(x, config)
     arguments = (
-        x.q, *_of_batch(x), *_lists(x.blocks, x), *tensors, out, lse, most, *numbers, float(x.scale),
+        x.q, *x.of_batch(), *x.lists(x.blocks), *tensors, out, lse, most, *numbers, float(x.scale),
         sizes[0] // config.tile_m, sizes[1] // config.tile_n, mods.score_mod, mods.mask_mod, x.scale >= 0,
         _ragged(x.k.shape[2], sizes[1]), config.packed,
     )  # fmt: skip
@@ -233,11 +208,11 @@ def backward(
     """
     backward_module = importlib.import_module(f"{__package__}.backward")
     chosen = chosen or _chosen(x)
-    k_batch, captured = x.k.shape[0], () if x.score_mod is None else x.score_mod.captured
+    captured = () if x.score_mod is None else x.score_mod.captured
     x = aligned(x, _multiples(chosen))
     mods = joined(x)
-    tensors, numbers = _slots(mods)
-    k, v = _of_batch(x)
+    tensors, numbers = mods.slots()
+    k, v = x.of_batch()
     lse, grad_lse = lse.contiguous(), None if grad_lse is None else grad_lse.contiguous()
     norm, delta = torch.empty_like(lse), torch.empty_like(lse)
     terms = (out, grad_out, lse, grad_lse, norm, delta, 1.0, x.score_mod is not None)
@@ -249,7 +224,7 @@ def backward(
     sizes = _sizes(x, config)
     columns = None if x.blocks is None else transposed(x.blocks, q_len, kv_len)
     arguments = (
-        x.q, k, v, *_lists(columns, x), *tensors, grad_out, norm, delta, dk, dv, *numbers, float(x.scale),
+        x.q, k, v, *x.lists(columns), *tensors, grad_out, norm, delta, dk, dv, *numbers, float(x.scale),
         sizes[1] // config.tile_n, sizes[0] // config.tile_m, mods.score_mod, mods.mask_mod, _ragged(q_len, sizes[0]),
         backward_module.row_copies_for(config.helion()),
     )  # fmt: skip
@@ -264,23 +239,13 @@ def backward(
         for one, want in zip(captured, wanted, strict=True)
     ]
     arguments = (
-        x.q, k, v, *_lists(x.blocks, x), *tensors, grad_out, norm, delta, dq,
+        x.q, k, v, *x.lists(x.blocks), *tensors, grad_out, norm, delta, dq,
         *grads, *(None,) * (MOST_TENSORS - len(grads)), *numbers, float(x.scale),
         sizes[0] // config.tile_m, sizes[1] // config.tile_n, mods.score_mod, mods.mask_mod,
         _ragged(q_len, sizes[0]) or _ragged(kv_len, sizes[1]),
     )  # fmt: skip
     _run(_family("flex_dq", _ranks(mods)), arguments, config)
-    if k_batch != k.shape[0]:
-        dk, dv = (
-            empty_like_order(like, like.shape[3]).copy_(grad.sum(0, keepdim=True))
-            for like, grad in ((x.k, dk), (x.v, dv))
-        )
     of_captured = [
         None if grad is None else grad.view(one.shape).to(one.dtype) for grad, one in zip(grads, captured, strict=True)
     ]
-    return dq, dk, dv, of_captured
-
-
-def _of_batch(x: FlexInputs) -> tuple[Tensor, Tensor]:
-    """Keys and values of the query's batch."""
-    return x.k.expand(x.q.shape[0], -1, -1, -1), x.v.expand(x.q.shape[0], -1, -1, -1)
+    return dq, *x.of_own_batch(dk, dv), of_captured

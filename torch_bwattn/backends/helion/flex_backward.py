@@ -7,9 +7,10 @@ In the terms of :mod:`.flex_forward`, with ``delta`` and ``norm`` from :data:`.b
     dk_j = c * sum_i dX_ij q_i                                 dq_i = c * sum_j dX_ij k_j
     and of a captured value, sum_ij dS_ij * d score_mod / d value
 
-The two kernels are those of :mod:`.backward`: :data:`DKV` owns keys and walks over the blocks of queries that visit
-them, by lists that are the forward's transposed, :data:`DQ` owns queries and walks over the forward's lists. Gradients
-of captured tensors are added by DQ, with atomic additions (:mod:`.flex_mods`), so their last bits vary between runs.
+The two kernels are as those of :mod:`.backward`: :func:`flex_dkv` owns keys and walks over the blocks of queries that
+visit them, by lists that are the forward's transposed, :func:`flex_dq` owns queries and walks over the forward's lists.
+It adds the gradients of captured tensors too, with atomic additions (:mod:`.flex_mods`), so their last bits vary
+between runs.
 
 Data layout: as in :mod:`.flex_forward`; dq, dk, dv as q, k, v; norm, delta [B, Hq, M] fp32.
 """

@@ -18,7 +18,7 @@ import helion.language as hl
 import torch
 
 from ...mods.derivative import GRAD, Derivative, derivative
-from ...mods.program import MAKES, POSITION, Ref, Step, named, operator, parsed
+from ...mods.program import MAKES, POSITION, SAME, Ref, Step, literal, named, operator, parsed
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -247,7 +247,7 @@ class _Values:
             return hl.load(self._table(place), _alike(self.index(place, step.args[1])))
         if base in MAKES:
             return self._made(step)
-        if base in ("alias", "clone", "detach", "lift_fresh", "lift_fresh_copy"):
+        if base in SAME:
             return self.of(step.args[0])
         if base == "_to_copy":
             dtype = dict(step.kwargs).get("dtype")
@@ -271,12 +271,9 @@ class _Values:
 
     def _made(self, step: Step) -> torch.Tensor:
         """A tile of a literal."""
-        base, like = step.base, step.args[0] if isinstance(step.args[0], Ref) else None
+        like = step.args[0] if isinstance(step.args[0], Ref) else None
         dtype = dict(step.kwargs).get("dtype") or (torch.float32 if like is None else self.of(like).dtype)
-        if "zeros" in base or "ones" in base:
-            value: Any = int("ones" in base)
-        else:
-            value = step.args[0 if base == "scalar_tensor" else 1 if base in ("full", "full_like") else 2]
+        value = literal(step)
         if dtype == torch.bool:
             return hl.full([1, 1], int(bool(value)), dtype=torch.int32) != 0
         return hl.full([1, 1], value, dtype=dtype)

@@ -16,7 +16,7 @@ import torch
 from cutlass import Boolean, Float32, Float64, Int32, Int64, cute
 from cutlass.cutlass_dsl import select_
 
-from ....mods.program import MAKES, POSITION, Ref, Step, parsed
+from ....mods.program import MAKES, POSITION, SAME, Ref, Step, literal, parsed
 
 LOG2_E = 1.4426950408889634
 
@@ -56,11 +56,11 @@ def _literal(value: float, dtype: torch.dtype) -> Value:
     return Value(kind_of(dtype)(value), dtype)
 
 
-def _promoted(*values: Any) -> list[Value]:
-    """Values and Python's numbers as the dtype that PyTorch computes in."""
-    dummies = [torch.empty((), dtype=one.dtype, device="meta") if isinstance(one, Value) else one for one in values]
-    dtype = torch.result_type(dummies[0], dummies[1])
-    return [cast(one, dtype) if isinstance(one, Value) else _literal(one, dtype) for one in values]
+def _promoted(a: Any, b: Any) -> list[Value]:
+    """Two values, or a value and Python's number, as the dtype that PyTorch computes in."""
+    dummies = (torch.empty((), dtype=one.dtype, device="meta") if isinstance(one, Value) else one for one in (a, b))
+    dtype = torch.result_type(*dummies)
+    return [cast(one, dtype) if isinstance(one, Value) else _literal(one, dtype) for one in (a, b)]
 
 
 def _floating(value: Value) -> Value:
@@ -277,9 +277,6 @@ FORMS: dict[str, Callable[..., Value]] = {
 }
 """By an operator's name without its overload."""
 
-SAME = ("alias", "clone", "detach", "lift_fresh", "lift_fresh_copy")
-"""Operators that change nothing."""
-
 
 def evaluated(
     text: str, inputs: Mapping[str, Value], tables: Sequence[Any], table_dtypes: Sequence[torch.dtype],
@@ -321,8 +318,7 @@ def _step(
     base, kwargs = step.base, dict(step.kwargs)
     if base == "index":
         place = int(step.args[0].name[1:])
-        index = [_in_bounds(look_up(one), ref, tables[place].shape[dim])
-                 for dim, (one, ref) in enumerate(zip(step.args[1], step.args[1], strict=True))]  # fmt: skip
+        index = [_in_bounds(look_up(ref), ref, tables[place].shape[dim]) for dim, ref in enumerate(step.args[1])]
         return _loaded(tables[place], tuple(index), table_dtypes[place])
     if base in SAME:
         found: Value = look_up(step.args[0])
@@ -351,13 +347,10 @@ def _loaded(table: cute.Tensor, index: tuple[Any, ...], dtype: torch.dtype) -> V
 
 
 def _made(step: Step, look_up: Callable[[Any], Any], dtype: torch.dtype | None) -> Value:
-    base, first = step.base, step.args[0]
     if dtype is None:
+        first = step.args[0]
         dtype = look_up(first).dtype if isinstance(first, Ref) else torch.float32
-    if "zeros" in base or "ones" in base:
-        return _literal(int("ones" in base), dtype)
-    place = 0 if base == "scalar_tensor" else 1 if base in ("full", "full_like") else 2
-    return _literal(step.args[place], dtype)
+    return _literal(literal(step), dtype)
 
 
 def position(b: Int32, h: Int32, q_idx: Int32, kv_idx: Int32) -> dict[str, Value]:
