@@ -115,7 +115,7 @@ MODS = {
     "graphormer spatial": _spatial,
     "graphormer edge": _edge,
     "mla rope": _rope,
-    "sandwich": lambda: (mods.generate_sandwich_bias(3, 64, 32), []),
+    "sandwich": lambda: (mods.generate_sandwich_bias(3, 64, 32, torch.get_default_device()), []),
     "softcap": lambda: (mods.generate_tanh_softcap(2), []),
     "softcap approx": lambda: (mods.generate_tanh_softcap(2, approx=True), []),
 }

@@ -151,6 +151,23 @@ def joined(x: FlexInputs) -> Joined:
     )
 
 
+def zeros_of(captured: Sequence[Tensor], wanted: Sequence[bool]) -> list[Tensor | None]:
+    """What kernels add gradients of captured tensors to, in float32 or more; those without dimensions get one."""
+    return [
+        torch.zeros(one.shape or (1,), dtype=torch.promote_types(one.dtype, torch.float32), device=one.device)
+        if want
+        else None
+        for one, want in zip(captured, wanted, strict=True)
+    ]
+
+
+def as_captured(grads: Sequence[Tensor | None], captured: Sequence[Tensor]) -> list[Tensor | None]:
+    """Gradients as the captured tensors are, from what :func:`zeros_of` gave."""
+    return [
+        None if grad is None else grad.view(one.shape).to(one.dtype) for grad, one in zip(grads, captured, strict=True)
+    ]
+
+
 _TABLE_DTYPES = (
     torch.bool, torch.uint8, torch.int8, torch.int32, torch.int64, torch.float16, torch.bfloat16, torch.float32,
     torch.float64,

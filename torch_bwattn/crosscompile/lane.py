@@ -186,13 +186,15 @@ def _flex_inputs(width: int) -> FlexInputs:
 
 
 def _flex_on_hopper(problem: Problem) -> Iterator[Compiled]:
-    from ..backends.cute import calls, flex, report
+    from ..backends.cute import calls, configs, flex, report
 
     x = _flex_inputs(problem.head_dim)
-    config = flex.config_of(x)
-    key = flex.key_of(flex.features_of(x), config)
-    for found in report.compile_report(key, calls.build_of(key)):
-        yield _judged(problem, _of_cute(key.name, f"{_words(problem)} mods", str(config), found))
+    features, config = flex.backward_features_of(x), flex.config_of(x)
+    of_backward = configs.flex_backward(features)
+    keys = (flex.key_of(flex.features_of(x), config), config), (calls.backward_key(features, of_backward), of_backward)
+    for key, chosen in keys:
+        for found in report.compile_report(key, calls.build_of(key)):
+            yield _judged(problem, _of_cute(key.name, f"{_words(problem)} mods", str(chosen), found))
 
 
 def _flex(problem: Problem) -> Iterator[Compiled]:
@@ -273,9 +275,9 @@ def _cute_keys(problem: Problem) -> list[KernelKey]:
 
     if not problem.backward:
         return [calls.forward_key(problem, configs.forward(problem))]
-    chosen = configs.backward(problem)
-    main, finish = calls.backward_key(problem, chosen), calls.postprocess_key(problem, chosen)
-    return [calls.preprocess_key(problem, wide=True), main, finish]
+    features, chosen = configs.backward_features(problem), configs.backward(problem)
+    main, finish = calls.backward_key(features, chosen), calls.postprocess_key(features, chosen)
+    return [calls.preprocess_key(features, wide=True, lse_grad=problem.lse_grad), main, finish]
 
 
 def _cute(problem: Problem, names: Sequence[str]) -> Iterator[Compiled]:
@@ -296,7 +298,7 @@ def _of_cute(kernel: str, problem: str, config: str, found: KernelReport) -> Com
     )  # fmt: skip
 
 
-PRODUCTS_IN_CODE = {"forward_sm90": 6, "flex_forward_sm90": 6, "backward_sm90": 10}
+PRODUCTS_IN_CODE = {"forward_sm90": 6, "flex_forward_sm90": 6, "backward_sm90": 10, "flex_backward_sm90": 10}
 """Forward the first tile's scores, two in each of the two loops, the last tile's output; backward the first tile's S
 and dP, five products of each tile but the last, which has three."""
 

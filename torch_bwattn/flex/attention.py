@@ -113,8 +113,8 @@ def explain_flex_attention(
     programs = tuple(None if mod is None else mod.program for mod in (score, mask))
     found = route(programs[0], programs[1], x.blocks, query.shape[2], key.shape[2])
     if isinstance(found, str):
-        learned = any(tensor.requires_grad for tensor in mods[0][1])
-        ways = [(direction, way(direction, x, learned)) for direction in ("forward", "backward")]
+        wanted = [tensor.requires_grad for tensor in mods[0][1]]
+        ways = [(direction, way(direction, x, wanted)) for direction in ("forward", "backward")]
         text = "\n".join([f"{found}:", *(f"  {direction}: {one}" for direction, one in ways)])
     else:
         text = f"recognised as {recognized(programs[0], programs[1])}"

@@ -130,6 +130,20 @@ def derivative(
     return Derivative(tuple(recorder.steps), own, named_result, by_score, tuple(loads))
 
 
+def of_scalars(text: str, dtypes: Sequence[torch.dtype], wanted: tuple[int, ...], numbers: int) -> Derivative:
+    """The derivative of a mod whose values are all scalars.
+
+    Args:
+        text: Its program.
+        dtypes: Of the captured tensors that it reads.
+        wanted: Which of these need gradients.
+        numbers: How many captured integers there are.
+    """
+    ranks = {step.args[0].name: len(step.args[1]) for step in parsed(text).steps if step.base == "index"}
+    kinds = tuple((dtype, (2,) * ranks.get(f"@{place}", 0)) for place, dtype in enumerate(dtypes))
+    return derivative(text, kinds, wanted, torch.float32, numbers)
+
+
 def _read_table(step: Step) -> str:
     """The captured tensor of which a step reads one value or row, if it does."""
     table = step.args[0] if step.base == "index" else None

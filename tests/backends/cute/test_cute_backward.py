@@ -57,12 +57,17 @@ def test_the_verdict_names_the_config():
     assert verdict.config == "64x128, dQ added by groups"
 
 
+def workspace(described):
+    features, config = configs.backward_features(described), configs.backward(described)
+    return configs.backward_workspace(features, described.batch, described.heads, described.q_len, config)
+
+
 @pytest.mark.parametrize("q_len", [1, 64, 65, 1000])
 @pytest.mark.parametrize("deterministic", [False, True])
 def test_the_workspace_has_sums_turns_and_a_counter(q_len, deterministic):
     described = dataclasses.replace(problem((128, 64)), q_len=q_len, deterministic=deterministic)
     tiles = -(-q_len // 64)
-    elements, of_head = configs.backward_workspace(described, configs.backward(described))
+    elements, of_head = workspace(described)
     assert of_head == tiles * 64 * 128
     assert elements == 16 * of_head + (16 * tiles * 2 if deterministic else 0) + 4
 
@@ -70,7 +75,7 @@ def test_the_workspace_has_sums_turns_and_a_counter(q_len, deterministic):
 def test_extra_memory_is_the_sums_and_two_numbers_a_row():
     """At B4 H32 S8192 D128: no more than dQ in fp32, lse and delta, but for a counter."""
     described = dataclasses.replace(problem(), batch=4, heads=32, kv_heads=32, q_len=8192, kv_len=8192)
-    elements, _ = configs.backward_workspace(described, configs.backward(described))
+    elements, _ = workspace(described)
     assert elements - 4 == 4 * 32 * 8192 * 128
 
 

@@ -19,9 +19,11 @@ from tests.flex.dense import operands
 from tests.flex.drawn import MOST, Captured, masks, score_mods
 from tests.flex.emitted import mod_of
 from torch_bwattn.backends.cute import calls, configs, flex, loader
-from torch_bwattn.backends.flex_inputs import BlockLists, FlexInputs
+from torch_bwattn.backends.flex_blocks import transposed
+from torch_bwattn.backends.flex_inputs import BlockLists, FlexInputs, visited
 from torch_bwattn.errors import UnsupportedProblem
 from torch_bwattn.mods.program import MAKES, SAME, along, evaluate, vectors
+from torch_bwattn.problem import dtype_name
 
 pytestmark = pytest.mark.skipif(loader.why_missing() is not None, reason=str(loader.why_missing()))
 
@@ -31,6 +33,46 @@ _LABELS = torch.randint(3, (MOST,), generator=torch.Generator().manual_seed(1))
 _FLAGS = _LABELS > 0
 
 
+def _scores():
+    return torch.randn(ROWS, COLUMNS, generator=torch.Generator().manual_seed(4)) * 3
+
+
+def _grid(scores, h):
+    grid = along([torch.tensor([0]), torch.tensor([h]), torch.arange(ROWS), torch.arange(COLUMNS)])
+    return {**grid, "score": scores[None, None]}
+
+
+def _held(found):
+    """Dtypes of what a mod captured, and its tensors as CuTe takes them."""
+    from cutlass.cute.runtime import from_dlpack
+
+    tensors = [one if one.dim() else one.view(1) for one in found.captured]
+    held = [from_dlpack(one.view(torch.uint8) if one.dtype == torch.bool else one.contiguous()) for one in tensors]
+    return tuple(one.dtype for one in tensors), held + [None] * (3 - len(held))
+
+
+def slopes_on_the_host(mod, h=1):
+    """A score mod's derivative as CuTe emits it, and what it should be."""
+    loader.load()
+    import mod_kernels
+    from cutlass import Int32, cute
+    from cutlass.cute.runtime import from_dlpack
+
+    found, scores = mod_of(mod, "score_mod"), _scores()
+    _, held = _held(found)
+    tables = tuple((dtype_name(one.dtype), max(one.dim(), 1)) for one in found.captured)
+    features = configs.ModFeatures(found.program.text, None, tables, 0, lists=False, full=False)
+    out, slopes = torch.full_like(scores, torch.nan), torch.full_like(scores, torch.nan)
+    arguments = (*map(from_dlpack, (out, slopes, scores)), Int32(0), Int32(h), *held)
+    cute.compile(mod_kernels.slopes_on_grid, *arguments, features)(*arguments)
+    leaf = scores.clone().requires_grad_()
+    (expected,) = evaluate(found.program.steps, [found.program.result], _grid(leaf, h), found.captured)
+    if not expected.requires_grad:
+        return slopes, torch.zeros_like(leaf)
+    (wanted,) = torch.autograd.grad(expected.expand(1, 1, ROWS, COLUMNS).sum(), leaf)
+    return slopes, wanted
+
+
 def on_the_host(mod, what, h=1):
     """What a mod gives as CuTe emits it, and what it should."""
     loader.load()
@@ -38,17 +80,12 @@ def on_the_host(mod, what, h=1):
     from cutlass import Int32, cute
     from cutlass.cute.runtime import from_dlpack
 
-    found = mod_of(mod, what)
-    tensors = [one if one.dim() else one.view(1) for one in found.captured]
-    dtypes = tuple(one.dtype for one in tensors)
-    held = [from_dlpack(one.view(torch.uint8) if one.dtype == torch.bool else one.contiguous()) for one in tensors]
-    held += [None] * (3 - len(held))
-    scores = torch.randn(ROWS, COLUMNS, generator=torch.Generator().manual_seed(4)) * 3
+    found, scores = mod_of(mod, what), _scores()
+    dtypes, held = _held(found)
     out = torch.full_like(scores, torch.nan)
     arguments = (from_dlpack(out), from_dlpack(scores), Int32(0), Int32(h), *held)
     cute.compile(mod_kernels.on_grid, *arguments, found.program.text, dtypes)(*arguments)
-    grid = along([torch.tensor([0]), torch.tensor([h]), torch.arange(ROWS), torch.arange(COLUMNS)])
-    grid["score"] = scores[None, None]
+    grid = _grid(scores, h)
     (expected,) = evaluate(found.program.steps, [found.program.result], grid, found.captured)
     return out, expected.expand(1, 1, ROWS, COLUMNS)[0, 0].float()
 
@@ -78,6 +115,20 @@ OPERATORS = {
 def test_operators(name):
     found, expected = on_the_host(OPERATORS[name], "score_mod")
     torch.testing.assert_close(found, expected, rtol=2e-6, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", OPERATORS)
+def test_slopes(name):
+    found, expected = slopes_on_the_host(OPERATORS[name])
+    torch.testing.assert_close(found, expected, rtol=5e-6, atol=1e-5)
+
+
+@given(score_mods())
+@settings(max_examples=25, deadline=None, derandomize=True, database=None)
+def test_drawn_slopes(mod):
+    captured = Captured(train=False)
+    found, expected = slopes_on_the_host(lambda s, b, h, q, k: mod(captured, s, b, h, q, k) * 1.0)
+    torch.testing.assert_close(found, expected, rtol=5e-6, atol=1e-5)
 
 
 @given(masks())
@@ -238,3 +289,45 @@ def test_tiles_of_listed_blocks_are_visited(mask, lengths, with_full):
             ]
             assert order[:count] == expected, (m, head)
             assert masked == 4 * lists.kv_num_blocks[0, head, m // 2]
+
+
+@given(masks(), st.tuples(st.integers(1, MOST), st.integers(1, MOST)), st.booleans())
+@settings(max_examples=20, deadline=None, derandomize=True, database=None)
+def test_tiles_of_listed_columns_are_visited(mask, lengths, with_full):
+    """Those of each head, once each, and none beyond the last query."""
+    loader.load()
+    import mod_kernels
+    from cutlass import Int32, cute
+    from cutlass.cute.runtime import from_dlpack
+
+    from torch_bwattn.backends.cute.flex_backward_sm90 import FlexBackward
+
+    made = create_block_mask(mask, 1, 2, *lengths, device="cpu", BLOCK_SIZE=16)
+    lists = BlockLists.of(made)
+    if not with_full:
+        lists = dataclasses.replace(lists, full_count=None, full_index=None)
+    columns = transposed(lists, *lengths)
+    features = configs.ModFeatures(None, None, (), 0, lists=True, full=with_full)
+    kernel = FlexBackward(
+        configs.BackwardFeatures("bfloat16", 64, 64, mods=features), configs.BackwardConfig(64, 128, adders="groups")
+    )
+    parts = (columns.part_count, columns.part_index, columns.full_count, columns.full_index)
+    tensors = [None if one is None else from_dlpack(one) for one in parts]
+    m_tiles, out = -(-lengths[0] // 8), torch.zeros(64, dtype=torch.int32)  # two tiles of queries in a block
+    launch = cute.compile(
+        mod_kernels.visited_in_columns, from_dlpack(out), *tensors, *[Int32(0)] * 2, *[Int32(1)] * 4, kernel
+    )
+    part, full = visited(lists, lengths[1])
+    for head in range(2):
+        for n in range(-(-lengths[1] // 4)):  # and four of keys
+            order, count = [], 1
+            while len(order) < count:
+                launch(from_dlpack(out), *tensors, n, head, m_tiles, 2, 4, len(order))
+                count, m, masked, *_ = out.tolist()
+                order.append((m, bool(masked)))
+            expected = [
+                (m, bool(part[0, head, m // 2, n // 4]))
+                for m in range(m_tiles)
+                if part[0, head, m // 2, n // 4] or full[0, head, m // 2, n // 4]
+            ]
+            assert sorted(order[:count]) == expected, (head, n)

@@ -236,9 +236,9 @@ def test_gradients_in_a_fixed_order_are_not_the_kernels(on_hopper):
     x = Case(alibi).inputs()
     torch.use_deterministic_algorithms(True)
     try:
-        assert "no fixed order" in flex_op.way("backward", x, learned=True)
-        assert flex_op.way("backward", x, learned=False).startswith("helion")
-        assert flex_op.way("forward", x, learned=True).startswith("helion")
+        assert "no fixed order" in flex_op.way("backward", x, [True])
+        assert flex_op.way("backward", x, [False]).startswith("helion")
+        assert flex_op.way("forward", x, [True]).startswith("helion")
     finally:
         torch.use_deterministic_algorithms(False)
 

@@ -44,6 +44,7 @@ from .parts import queries, schedule, softmax, sums, wgmma
 _GROUPS = 2
 _REGISTERS = (24, 240)
 _STAGES = 2
+_WORDS = 4  # that may be left with a visit's Q
 _BOTH = 3  # that joins both groups
 _APART = 16  # tiles of queries up to which programs of one head start their visits apart
 _ADDERS = 1  # the first of the warps beside the producer that add a group's dQ
@@ -64,6 +65,7 @@ class Shared(NamedTuple):
     dk: cute.Tensor
     dv: cute.Tensor
     ds_written: cute.Pointer
+    visits: cute.Tensor
 
 
 class Tile(NamedTuple):
@@ -75,6 +77,20 @@ class Tile(NamedTuple):
     begin: Int32
     end: Int32
     start: Int32
+
+
+class Visit(NamedTuple):
+    """A tile of queries, of a pair of batch and query head, and the first of the keys that visit it.
+
+    ``batch``, ``head`` and ``masked`` are for mods (:mod:`.flex_backward_sm90`), else None.
+    """
+
+    m: Int32
+    pair: Int32
+    first_key: Int32
+    batch: Int32 | None = None
+    head: Int32 | None = None
+    masked: Boolean | None = None
 
 
 class Pipes(NamedTuple):
@@ -143,6 +159,7 @@ class Backward:
         self.by_keys, self.by_warps = config.by_keys, config.adders == "warps"
         # Tiles of keys differ in their queries, or one waits for another, which must have been begun.
         self.counted = features.right or features.left or features.deterministic
+        self.sloped = features.softcap  # P is multiplied by what the change of scores does to their gradient
         self.k_tile, self.v_tile = (self.tile_n, self.width), (self.tile_n, self.value_width)
         self.q_tile, self.do_tile = (self.tile_m, self.width), (self.tile_m, self.value_width)
         self.s_tile = (self.tile_n, self.tile_m)
@@ -260,6 +277,33 @@ class Backward:
         ``[B, H, S, D]`` tensors of any strides. ``dq`` has :func:`.configs.backward_workspace` elements, which are 0.
         ``programs`` is the number of SMs.
         """
+        c, cap = scale * LOG2_E, None
+        if const_expr(softcap is not None):
+            c, cap = softcap * LOG2_E, 2.0 * c / softcap
+        self.start(q, k, v, do, lse, delta, dk, dv, dq, scale, c, cap, right, left, programs, stream, None)
+
+    @cute.jit
+    def start(
+        self,
+        q: cute.Tensor,
+        k: cute.Tensor,
+        v: cute.Tensor,
+        do: cute.Tensor,
+        lse: cute.Tensor,
+        delta: cute.Tensor,
+        dk: cute.Tensor,
+        dv: cute.Tensor,
+        dq: cute.Tensor,
+        scale: Float32,
+        c: Float32,
+        cap: Float32 | None,
+        right: Int32 | None,
+        left: Int32 | None,
+        programs: Int32,
+        stream: cuda.CUstream,
+        flex: Any,
+    ) -> None:
+        """Launches the kernel: descriptors, the order of tiles, the grid."""
         batch, heads, kv_heads = q.shape[0], q.shape[1], k.shape[1]
         q_len, kv_len = q.shape[2], k.shape[2]
         q, k, v, do, dk, dv = (
@@ -290,6 +334,7 @@ class Backward:
             do_barriers: cute.struct.MemRange[Int64, 2 * _STAGES]
             ds_barriers: cute.struct.MemRange[Int64, _STAGES]
             next_tile: cute.struct.MemRange[Int32, 4]
+            visits: cute.struct.MemRange[Int32, _WORDS * _STAGES]
             lse: cute.struct.Align[cute.struct.MemRange[Float32, _STAGES * self.tile_m], 128]
             delta: cute.struct.Align[cute.struct.MemRange[Float32, _STAGES * self.tile_m], 128]
             k: cute.struct.Align[cute.struct.MemRange[self.dtype, cute.cosize(k_layout)], 1024]
@@ -301,9 +346,6 @@ class Backward:
             dq: cute.struct.Align[cute.struct.MemRange[Float32, dq_elements], 1024]
 
         self.storage = Storage
-        c, cap = scale * LOG2_E, None
-        if const_expr(softcap is not None):
-            c, cap = softcap * LOG2_E, 2.0 * c / softcap
         n_tiles, m_tiles = cute.ceil_div(kv_len, self.tile_n), cute.ceil_div(q_len, self.tile_m)
         group = heads // kv_heads
         bytes_of_query = 2 * (self.features.head_dim + self.features.value_dim) + 4 * self.width
@@ -331,6 +373,7 @@ class Backward:
             order,
             group,
             m_tiles,
+            flex,
         ).launch(
             grid=(cutlass.min(programs, order.total), 1, 1),
             block=(WARP_GROUP * (_GROUPS + 1), 1, 1),
@@ -359,7 +402,9 @@ class Backward:
         order: schedule.TileOrder,
         group: Int32,
         m_tiles: Int32,
+        flex: Any,
     ) -> None:
+        self.flex = flex
         warp_index = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         storage = cutlass.utils.SmemAllocator().allocate(self.storage)
         q_layout, k_layout, v_layout, do_layout, ds_layout = self.layouts()
@@ -383,10 +428,11 @@ class Backward:
             s_p,
             storage.lse.get_tensor(vectors),
             storage.delta.get_tensor(vectors),
-            storage.next_tile.get_tensor(cute.make_layout(1)),
+            storage.next_tile.get_tensor(cute.make_layout(2)),
             s_dk,
             s_dv,
             storage.ds_barriers.data_ptr(),
+            storage.visits.get_tensor(cute.make_layout((_WORDS, _STAGES))),
         )
         if warp_index == 0:
             for moved in (q, k, v, do, dk, dv, lse, delta):
@@ -466,12 +512,42 @@ class Backward:
         return self.number(next_tile)
 
     @cute.jit
-    def number(self, next_tile: cute.Tensor) -> Int32:
-        """The number that was left with K."""
+    def number(self, next_tile: cute.Tensor, word: cutlass.Constexpr = 0) -> Int32:
+        """The number that was left with K, or how many visits there are."""
         index = Int32(0)
         if cute.arch.lane_idx() == 0:  # the lane that frees the place
-            index = next_tile[0]
+            index = next_tile[word]
         return cute.arch.shuffle_sync(index, 0)
+
+    def visits_of(self, tile: Tile, next_tile: cute.Tensor, group: Int32) -> Int32:
+        """How many tiles of queries a tile of keys visits, of all heads."""
+        return (tile.end - tile.begin) * group
+
+    def of_head(self, tile: Tile, head: Int32) -> Int32:
+        """How many of them are of a query head."""
+        return tile.end - tile.begin
+
+    @cute.jit
+    def visited(self, tile: Tile, head: Int32, i: Int32) -> tuple[Int32, Boolean | None]:
+        """The i-th of a query head, and whether mods hide some of it."""
+        m = tile.start + i
+        if m >= tile.end:
+            m -= tile.end - tile.begin
+        return m, None
+
+    @cute.jit
+    def following(self, tile: Tile, m: Int32, pair: Int32) -> tuple[Int32, Int32]:
+        """What is visited after a tile of queries of a pair of batch and head."""
+        next_m, next_pair = m + 1, pair
+        if next_m == tile.end:
+            next_m = tile.begin
+        if next_m == tile.start:
+            next_pair = pair + 1
+        return next_m, next_pair
+
+    def visit_in(self, visits: cute.Tensor, stage: Int32, m: Int32, pair: Int32, first_key: Int32) -> Visit:
+        """The visit whose Q is in a stage: what :meth:`following` said."""
+        return Visit(m, pair, first_key)
 
     def before(self, tile: Tile, m: Int32, limits: Limits) -> Int32:
         """How many programs add to a tile of queries before this one."""
@@ -524,7 +600,7 @@ class Backward:
             index = schedule.claim(counter.iterator)
         while index < order.total:
             tile = self.tile_of(order, index, limits)
-            self.announce(index, shared.next_tile, k_pipe, once)
+            self.announce(index, shared.next_tile, k_pipe, once, self.counted_visits(tile, group))
             self.load(k.atom, self.views(k, self.k_tile, shared.k, tile.kv_head, tile.batch), tile.n, k_pipe, once)
             v_due = Boolean(True)
             for g in cutlass.range(group, unroll=1):
@@ -533,8 +609,9 @@ class Backward:
                 do_views = self.views(do, self.do_tile, shared.do, head, tile.batch)
                 lse_views = self.row_views(lse, shared.lse, head, tile.batch)
                 delta_views = self.row_views(delta, shared.delta, head, tile.batch)
-                for i in cutlass.range(tile.start, tile.start + tile.end - tile.begin, unroll=1):
-                    m = i if i < tile.end else i - (tile.end - tile.begin)
+                for i in cutlass.range(self.of_head(tile, head), unroll=1):
+                    m, masked = self.visited(tile, head, i)
+                    self.leave_visit(shared.visits, order, tile, group, head, m, masked, q_pipe, state)
                     self.load_with_rows(q, q_views, lse, lse_views, m, q_pipe, state)
                     if v_due:
                         v_views = self.views(v, self.v_tile, shared.v, tile.kv_head, tile.batch)
@@ -550,7 +627,7 @@ class Backward:
                 index = schedule.claim(counter.iterator)
             else:
                 index = schedule.next_index(index, cute.arch.grid_dim()[0], counter, Int32(1))
-        self.announce(index, shared.next_tile, k_pipe, once)
+        self.announce(index, shared.next_tile, k_pipe, once, None)
         if cute.arch.lane_idx() == 0:
             cute.arch.mbarrier_arrive(k_pipe.producer_get_barrier(once))
 
@@ -561,12 +638,25 @@ class Backward:
         next_tile: cute.Tensor,
         k_pipe: pipeline.PipelineTmaAsync,
         once: pipeline.PipelineState,
+        visits: Int32 | None,
     ) -> None:
-        """Leaves a tile's number, once all are done with the K before."""
+        """Leaves a tile's number, and how many visits it has where they are counted, once the K before is done with."""
         k_pipe.sync_object_empty.wait(once.index, once.phase)
         if cute.arch.lane_idx() == 0:
             next_tile[0] = index
+            if const_expr(visits is not None):
+                next_tile[1] = visits
         cute.arch.sync_warp()
+
+    def counted_visits(self, tile: Tile, group: Int32) -> Int32 | None:
+        """The visits of a tile, where the consumers do not know them by themselves."""
+        return None
+
+    def leave_visit(
+        self, visits: cute.Tensor, order: schedule.TileOrder, tile: Tile, group: Int32, head: Int32, m: Int32,
+        masked: Boolean | None, q_pipe: pipeline.PipelineTmaAsync, state: pipeline.PipelineState,
+    ) -> None:  # fmt: skip
+        """Leaves a visit with its Q, where the consumers do not know it by themselves."""
 
     @cute.jit
     def load(
@@ -673,35 +763,32 @@ class Backward:
             values.dv.fill(0.0)
             values.dk.fill(0.0)
             first_key, m = tile.n * self.tile_n, tile.start
-            head = (tile.batch * order.heads.divisor + tile.kv_head) * group
-            visits = (tile.end - tile.begin) * group
+            pair = (tile.batch * order.heads.divisor + tile.kv_head) * group
+            visits = self.visits_of(tile, shared.next_tile, group)
             if visits > 0:
                 self.issue_arrived(products.s, values.s, operands.k, operands.q, q_pipe, state)
                 warpgroup.wait_group(0)
-                self.exponentials(
-                    products.s, values, parts, state.index, c, cap, limits, m * self.tile_m, first_key, thread
-                )
+                at = self.visit_in(shared.visits, state.index, m, pair, first_key)
+                self.exponentials(products.s, values, parts, state.index, c, cap, limits, at, thread)
                 v_pipe.consumer_wait(once)
                 self.issue_arrived(products.s, values.dp, operands.v, operands.do, do_pipe, state)
                 self.await_stores()
                 for _ in cutlass.range(visits - 1, unroll=1):
-                    next_m, next_head = m + 1, head
-                    if next_m == tile.end:
-                        next_m = tile.begin
-                    if next_m == tile.start:
-                        next_head = head + 1
+                    at = self.visit_in(shared.visits, state.index, m, pair, first_key)
+                    slot = (Int64(at.pair) * m_tiles + at.m) * _GROUPS + warp_group
+                    m, pair = self.following(tile, m, pair)
                     ahead = state.clone()
                     ahead.advance()
-                    slot = (Int64(head) * m_tiles + m) * _GROUPS + warp_group
                     self.visit(
-                        products, operands, values, parts, shared.ds_written, dq, own, slot, q_pipe, do_pipe, state,
-                        ahead, c, cap, limits, next_m * self.tile_m, first_key, thread, warp_group, True,
+                        products, operands, values, parts, shared, dq, own, slot, at, q_pipe, do_pipe, state, ahead, c,
+                        cap, limits, m, pair, first_key, thread, warp_group, True,
                     )  # fmt: skip
-                    m, head, state = next_m, next_head, ahead
-                slot = (Int64(head) * m_tiles + m) * _GROUPS + warp_group
+                    state = ahead
+                at = self.visit_in(shared.visits, state.index, m, pair, first_key)
+                slot = (Int64(at.pair) * m_tiles + at.m) * _GROUPS + warp_group
                 self.visit(
-                    products, operands, values, parts, shared.ds_written, dq, own, slot, q_pipe, do_pipe, state, state,
-                    c, cap, limits, Int32(0), first_key, thread, warp_group, False,
+                    products, operands, values, parts, shared, dq, own, slot, at, q_pipe, do_pipe, state, state, c,
+                    cap, limits, m, pair, first_key, thread, warp_group, False,
                 )  # fmt: skip
                 state.advance()
             else:
@@ -788,10 +875,11 @@ class Backward:
         operands: Operands,
         values: Values,
         parts: Parts,
-        ds_written: cute.Pointer,
+        shared: Shared,
         dq: sums.Sums,
         own: cute.Pointer | None,
         slot: Int64,
+        at_hand: Visit,
         q_pipe: pipeline.PipelineTmaAsync,
         do_pipe: pipeline.PipelineTmaAsync,
         state: pipeline.PipelineState,
@@ -799,18 +887,23 @@ class Backward:
         c: Float32,
         cap: Float32 | None,
         limits: Limits,
-        next_query: Int32,
+        m: Int32,
+        pair: Int32,
         first_key: Int32,
         thread: Int32,
         warp_group: Int32,
         more: cutlass.Constexpr,
     ) -> None:
-        """The rest of one tile of queries, whose P is there and whose dP is under way, and the next one's P."""
+        """The rest of one tile of queries, whose P is there and whose dP is under way, and the next one's P.
+
+        ``m`` and ``pair`` are the next one's, as :meth:`visit_in` takes them; ``at_hand`` is this one.
+        """
         stage = state.index
         warpgroup.wait_group(0)
-        self.gradients(values, parts, stage, cap)
-        self.share(values, parts, stage, ds_written)
-        overlaps = more and cap is None  # a cap takes the registers that this tile's products read
+        self.gradients(values, parts, stage)
+        self.share(values, parts, stage, shared.ds_written)
+        self.learn(products.s, values, at_hand, thread)
+        overlaps = more and not self.sloped  # slopes take the registers that this tile's products read
         p, ds, do_t = operands.p, operands.ds, operands.do_t[None, None, None, stage]
         if const_expr(not self.by_keys):
             p, ds = p[None, None, None, stage], ds[None, None, None, stage]
@@ -823,10 +916,11 @@ class Backward:
             wgmma.issue(products.dk, values.dk, ds, q_t, Boolean(True))
             if const_expr(overlaps):
                 warpgroup.wait_group(2)
-                self.exponentials(products.s, values, parts, ahead.index, c, cap, limits, next_query, first_key, thread)
+                at = self.visit_in(shared.visits, ahead.index, m, pair, first_key)
+                self.exponentials(products.s, values, parts, ahead.index, c, cap, limits, at, thread)
             warpgroup.wait_group(1)
             self.release(do_pipe, state)
-            cute.arch.mbarrier_wait(ds_written + stage, state.phase)
+            cute.arch.mbarrier_wait(shared.ds_written + stage, state.phase)
             wgmma.issue(products.dq, values.dq, ds_t, operands.k_t, Boolean(False))
             warpgroup.wait_group(1)
             self.release(q_pipe, state)
@@ -853,7 +947,8 @@ class Backward:
         if const_expr(more and not overlaps):
             self.issue_arrived(products.s, values.s, operands.k, operands.q, q_pipe, ahead)
             warpgroup.wait_group(0)
-            self.exponentials(products.s, values, parts, ahead.index, c, cap, limits, next_query, first_key, thread)
+            at = self.visit_in(shared.visits, ahead.index, m, pair, first_key)
+            self.exponentials(products.s, values, parts, ahead.index, c, cap, limits, at, thread)
         if const_expr(more):
             self.issue_arrived(products.s, values.dp, operands.v, operands.do, do_pipe, ahead)
         if const_expr(own is not None):
@@ -862,7 +957,11 @@ class Backward:
             warpgroup.wait_group(2)
             self.release(q_pipe, state)
             warpgroup.wait_group(1)
-            self.exponentials(products.s, values, parts, ahead.index, c, cap, limits, next_query, first_key, thread)
+            at = self.visit_in(shared.visits, ahead.index, m, pair, first_key)
+            self.exponentials(products.s, values, parts, ahead.index, c, cap, limits, at, thread)
+
+    def learn(self, mma: cute.TiledMma, values: Values, at: Visit, thread: Int32) -> None:
+        """What else is made of a visit's dS, which is where dP was."""
 
     @cute.jit
     def issue_arrived(
@@ -888,32 +987,47 @@ class Backward:
         c: Float32,
         cap: Float32 | None,
         limits: Limits,
-        first_query: Int32,
-        first_key: Int32,
+        at: Visit,
         thread: Int32,
     ) -> None:
-        """Turns S into P; with a cap into P times the cap's slope, P itself then goes to its 16 bits already."""
+        """Turns S into P; with slopes into P times these, P itself then goes to its 16 bits already."""
         scores = wgmma.rows_view(values.s)
-        if const_expr(cap is not None):
-            softmax.cap_scores(scores, cap)
-            softmax.cap_slopes(values.s, values.dp)  # dP's registers are free here
-        _, kv_len, right, left = limits
-        if not queries.all_seen(first_query, first_key, self.tile_m, self.tile_n, kv_len, right, left):
-            of_thread = mma.get_slice(wgmma.anchored(thread, first_query))
-            coords = wgmma.rows_view(of_thread.partition_C(cute.make_identity_tensor(self.s_tile)))
-            queries.hide_keys(scores, coords, first_query, first_key, kv_len, right, left)
+        self.prepare(mma, values, cap, limits, at, thread)
         lses = self.of_columns(parts.lse, stage)
         for j in cutlass.range_constexpr(cute.size(scores, mode=[1])):
             for r in cutlass.range_constexpr(2):
                 scores[r, j] = cute.math.exp2(scores[r, j] * c - lses[0, j], fastmath=True)
-        if const_expr(cap is not None):
+        if const_expr(self.sloped):
             wgmma.to_operand(values.p, values.s, self.dtype)
             for e in cutlass.range_constexpr(cute.size(values.s) // 2):
                 for i in cutlass.range_constexpr(2 * e, 2 * e + 2):
-                    values.s[i] = values.s[i] * values.dp[i]
+                    values.s[i] = self.weighed(values.s[i], values.dp[i])
+
+    def weighed(self, p: Float32, slope: Float32) -> Float32:
+        """P times what the change of its score does to the gradient."""
+        return p * slope
 
     @cute.jit
-    def gradients(self, values: Values, parts: Parts, stage: Int32, cap: Float32 | None) -> None:
+    def prepare(
+        self, mma: cute.TiledMma, values: Values, cap: Float32 | None, limits: Limits, at: Visit, thread: Int32
+    ) -> None:
+        """What happens to scores before the exponentials: the cap, whose slopes go where dP will be, and the mask."""
+        scores = wgmma.rows_view(values.s)
+        if const_expr(cap is not None):
+            softmax.cap_scores(scores, cap)
+            softmax.cap_slopes(values.s, values.dp)
+        _, kv_len, right, left = limits
+        first_query, first_key = at.m * self.tile_m, at.first_key
+        if not queries.all_seen(first_query, first_key, self.tile_m, self.tile_n, kv_len, right, left):
+            queries.hide_keys(scores, self.coords(mma, thread, at), first_query, first_key, kv_len, right, left)
+
+    def coords(self, mma: cute.TiledMma, thread: Int32, at: Visit) -> cute.Tensor:
+        """(key, query) in the tile, of each of a thread's scores, computed where they are used."""
+        of_thread = mma.get_slice(wgmma.anchored(thread, at.m))
+        return wgmma.rows_view(of_thread.partition_C(cute.make_identity_tensor(self.s_tile)))
+
+    @cute.jit
+    def gradients(self, values: Values, parts: Parts, stage: Int32) -> None:
         """P and dS in 16 bits."""
         deltas = self.of_columns(parts.delta, stage)
         p, dp = wgmma.rows_view(values.s), wgmma.rows_view(values.dp)
@@ -921,7 +1035,7 @@ class Backward:
             for j in cutlass.range_constexpr(2 * block, 2 * block + 2):
                 for r in cutlass.range_constexpr(2):
                     dp[r, j] = p[r, j] * (dp[r, j] - deltas[0, j])
-            if const_expr(cap is None):
+            if const_expr(not self.sloped):
                 self.four_to_operand(values.p, values.s, block)
             self.four_to_operand(values.ds, values.dp, block)
 

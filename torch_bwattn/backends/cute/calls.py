@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ...errors import NotCompiled
 from ...layout import dense_strides, empty_like_order
-from ...problem import Problem, dtype_name, suits_bulk_copies
+from ...problem import Problem, suits_bulk_copies
 from .. import reference, sinks
 from ..base import BackwardInputs, ForwardInputs, Grads, Wanted
 from . import configs
@@ -30,6 +30,7 @@ def build_of(key: KernelKey) -> Build:
         from .backward_postprocess import Postprocess
         from .backward_preprocess import Preprocess
         from .backward_sm90 import Backward as BackwardKernel
+        from .flex_backward_sm90 import FlexBackward
         from .flex_forward_sm90 import FlexForward
         from .forward_sm90 import Forward as ForwardKernel
 
@@ -38,6 +39,7 @@ def build_of(key: KernelKey) -> Build:
             "flex_forward_sm90": FlexForward,
             "backward_preprocess": Preprocess,
             "backward_sm90": BackwardKernel,
+            "flex_backward_sm90": FlexBackward,
             "backward_postprocess": Postprocess,
         }
         kernel = kinds[key.name](*key.parts)
@@ -152,25 +154,21 @@ class Forward:
             self._counter = torch.zeros if self._counts else torch.empty
 
 
-def preprocess_key(problem: Problem, wide: bool) -> KernelKey:
+def preprocess_key(features: configs.BackwardFeatures, *, wide: bool, lse_grad: bool) -> KernelKey:
     """What decides the code that prepares a backward; ``wide``: O and dO have contiguous, aligned rows."""
-    return KernelKey(
-        "backward_preprocess", ARCH, (dtype_name(problem.dtype), problem.value_dim, wide, problem.lse_grad)
-    )
+    return KernelKey("backward_preprocess", ARCH, (features.dtype, features.value_dim, wide, lse_grad))
 
 
-def backward_key(problem: Problem, config: configs.BackwardConfig) -> KernelKey:
-    """What decides the code of a problem's backward."""
-    return KernelKey("backward_sm90", ARCH, (configs.backward_features(problem), config))
+def backward_key(features: configs.BackwardFeatures, config: configs.BackwardConfig) -> KernelKey:
+    """What decides the code of a backward's main kernel."""
+    name = "backward_sm90" if features.mods is None else "flex_backward_sm90"
+    return KernelKey(name, ARCH, (features, config))
 
 
-def postprocess_key(problem: Problem, config: configs.BackwardConfig) -> KernelKey:
+def postprocess_key(features: configs.BackwardFeatures, config: configs.BackwardConfig) -> KernelKey:
     """What decides the code that finishes dQ."""
-    return KernelKey(
-        "backward_postprocess",
-        ARCH,
-        (dtype_name(problem.dtype), problem.head_dim, configs.postprocess(problem, config), False, False),
-    )
+    finish = configs.postprocess(features, config)
+    return KernelKey("backward_postprocess", ARCH, (features.dtype, features.head_dim, finish, False, False))
 
 
 class Backward:
@@ -216,7 +214,9 @@ class Backward:
         self._copies = not suits_bulk_copies(x.grad_out)
         tiles = -(-problem.q_len // config.tile_m)
         self._rows = (problem.batch, problem.heads, tiles * config.tile_m)
-        self._workspace, of_head = configs.backward_workspace(problem, config)
+        features = configs.backward_features(problem)
+        rows = problem.batch, problem.heads, problem.q_len
+        self._workspace, of_head = configs.backward_workspace(features, *rows, config)
         self._steps = problem.heads * of_head, of_head
         self._layouts = tuple((tuple(t.shape), dense_strides(t, t.shape)) for t in (x.q, x.k, x.v))
         views = (*map(_view_for_tma, (x.q, x.k, x.v)), None if self._copies else _view_for_tma(x.grad_out))
@@ -225,9 +225,9 @@ class Backward:
         programs = programs_of(x.q.device)
         self._options = problem.scale, problem.softcap, problem.diagonal, left, programs
         keys = (
-            preprocess_key(problem, wide=suits_bulk_copies(x.out)),
-            backward_key(problem, config),
-            postprocess_key(problem, config),
+            preprocess_key(features, wide=suits_bulk_copies(x.out), lse_grad=problem.lse_grad),
+            backward_key(features, config),
+            postprocess_key(features, config),
         )
         prepare, main, finish = map(launch_of, keys)
         self._launches = prepare, main, finish

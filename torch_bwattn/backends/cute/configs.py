@@ -128,6 +128,7 @@ class ModFeatures:
         numbers: How many integers are captured.
         lists: Whether there are lists of blocks.
         full: Whether some count as whole.
+        learned: Which captured tensors get gradients, backward.
     """
 
     score_mod: str | None
@@ -136,6 +137,7 @@ class ModFeatures:
     numbers: int
     lists: bool
     full: bool
+    learned: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -172,6 +174,7 @@ class BackwardFeatures:
     left: bool = False
     softcap: bool = False
     deterministic: bool = False
+    mods: ModFeatures | None = None
 
 
 def packed_heads(problem: Problem) -> int:
@@ -322,22 +325,23 @@ def backward_widths(features: BackwardFeatures) -> tuple[int, int]:
     return width, value_width
 
 
-def backward_workspace(problem: Problem, config: BackwardConfig) -> tuple[int, int]:
+def backward_workspace(
+    features: BackwardFeatures, batch: int, heads: int, q_len: int, config: BackwardConfig
+) -> tuple[int, int]:
     """(4-byte elements that the backward needs and finds to be 0, of which so many are of a head of the sums).
 
     The sums, then one turn for each of their halves where results are to be repeatable, then a counter; in all a
     multiple of 16 bytes.
     """
-    features = backward_features(problem)
-    tiles = -(-problem.q_len // config.tile_m)
-    of_head, heads = tiles * config.tile_m * backward_widths(features)[0], problem.batch * problem.heads
-    elements = heads * of_head + (2 * heads * tiles if features.deterministic else 0) + 1
+    tiles, pairs = -(-q_len // config.tile_m), batch * heads
+    of_head = tiles * config.tile_m * backward_widths(features)[0]
+    elements = pairs * of_head + (2 * pairs * tiles if features.deterministic else 0) + 1
     return -(-elements // 4) * 4, of_head
 
 
-def postprocess(problem: Problem, config: BackwardConfig) -> PostprocessConfig:
+def postprocess(features: BackwardFeatures, config: BackwardConfig) -> PostprocessConfig:
     """How the accumulator that the backward fills is finished."""
-    width, _ = backward_widths(backward_features(problem))
+    width, _ = backward_widths(features)
     return PostprocessConfig(90, config.tile_m, width, 256, config.dq_split, side_by_side=WARP)
 
 
@@ -376,6 +380,11 @@ def backward(problem: Problem) -> BackwardConfig:
     if width > SLAB or problem.softcap is not None:
         return _BACKWARD_128
     return _BACKWARD_64
+
+
+def flex_backward(features: BackwardFeatures) -> BackwardConfig:
+    """The backward's config of a call with mods, which take registers as a soft cap does."""
+    return _BACKWARD_WIDE if max(features.head_dim, features.value_dim) > 2 * SLAB else _BACKWARD_128
 
 
 def backward_choices(problem: Problem) -> tuple[BackwardConfig, ...]:

@@ -1,22 +1,25 @@
-"""Attention with mods and lists of blocks by the Hopper kernel, forward: what it takes, and how a call reaches it.
+"""Attention with mods and lists of blocks by the Hopper kernels: what they take, and how a call reaches them.
 
 Kernels and their language load at the first call, and not even then where the kernel is on disk.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator, Sequence
 from functools import lru_cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from ...errors import NotCompiled, UnsupportedProblem
 from ...layout import empty_like_order
-from ...mods.program import INDEX_DTYPE, MAKES, POSITION, Program, call_step, named, parsed
+from ...mods.derivative import GRAD, of_scalars
+from ...mods.program import INDEX_DTYPE, MAKES, POSITION, Program, Ref, call_step, named, parsed, refs
 from ...problem import dtype_name, suits_bulk_copies
 from ...target import target_of
-from ..flex_blocks import aligned
-from ..flex_inputs import FlexInputs, joined, why_not_scalars
+from ..flex_blocks import aligned, transposed
+from ..flex_inputs import MOST_TENSORS, FlexInputs, as_captured, joined, why_not_scalars, zeros_of
 from . import calls, configs, loader
 from .compile import KernelKey
 
@@ -25,15 +28,27 @@ EMITTED = {
     "bitwise_xor", "clamp", "clamp_max", "clamp_min", "clone", "cos", "detach", "div", "eq", "exp", "exp2", "floor",
     "floor_divide", "ge", "gelu", "gt", "index", "le", "lift_fresh", "lift_fresh_copy", "log", "log2",
     "logical_and", "logical_not", "logical_or", "logical_xor", "lt", "masked_fill", "maximum", "minimum", "mish",
-    "mul", "ne", "neg", "pow", "reciprocal", "relu", "remainder", "rsqrt", "rsub", "sigmoid", "silu", "sin",
-    "softplus", "sqrt", "square", "sub", "tanh", "where",
+    "fill", "gelu_backward", "mul", "ne", "neg", "pow", "reciprocal", "relu", "remainder", "rsqrt", "rsub", "sgn",
+    "sigmoid", "sigmoid_backward", "silu", "silu_backward", "sin", "softplus", "softplus_backward", "sqrt", "square",
+    "sub", "tanh", "tanh_backward", "threshold_backward", "where",
 }  # fmt: skip
 """Operators that have a form in CuTe-DSL (:mod:`.parts.mods`), beside those that make tensors of literals."""
+_LONGEST = 2**22
+"""So far sums of positions are exact in float32 (:data:`.parts.mods.LONGEST`)."""
 _COMPUTED = (torch.bool, torch.int32, torch.int64, torch.float32, torch.float64)
 
 
-def why_not(x: FlexInputs, with_max_scores: bool = False) -> str:
-    """Why the kernel does not take a call; nothing where it does."""
+def why_not(
+    x: FlexInputs, *, with_max_scores: bool = False, backward: bool = False, wanted: Sequence[bool] = ()
+) -> str:
+    """Why the kernels do not take a call; nothing where they do.
+
+    Args:
+        x: The call.
+        with_max_scores: Whether these are asked for, forward.
+        backward: Whether it is a backward.
+        wanted: Of each captured tensor of ``score_mod``, whether it needs a gradient, backward.
+    """
     missing = loader.why_missing()
     if missing:
         return missing
@@ -53,42 +68,84 @@ def why_not(x: FlexInputs, with_max_scores: bool = False) -> str:
         return "its kernels take keys of every batch entry, got those of one"
     if not all(map(suits_bulk_copies, (x.q, x.k, x.v))):
         return "TMA needs unit last strides, other strides and pointers at multiples of 16 bytes"
+    if max(x.q.shape[2], x.k.shape[2]) > _LONGEST:
+        return f"its kernels take up to {_LONGEST} queries and keys"
     if with_max_scores:
         return "its kernels write no max_scores"
+    if backward and torch.are_deterministic_algorithms_enabled():
+        return "its kernels add dQ of lists in no fixed order, and deterministic ones are asked for"
+    if backward and x.k.shape[2] == 1:
+        return "with one key gradients of queries are exactly 0, which its kernels' are not"
     reason = why_not_scalars(x)
     if reason:
         return reason
     found = joined(x)
     kinds = tuple((tensor.dtype, tensor.dim()) for tensor in found.tensors)
     for what, text in (("score_mod", found.score_mod), ("mask_mod", found.mask_mod)):
-        op = None if text is None else not_emitted(text, kinds, len(found.numbers))
+        if text is None:
+            continue
+        differentiates = backward and what == "score_mod"
+        op = not_emitted(text, kinds, len(found.numbers), () if differentiates else None)
         if op:
-            return f"its kernels have no form of what {what} calls: {op}"
+            part = f"the derivative of {what}" if differentiates else what
+            return f"its kernels have no form of what {part} calls: {op}"
+    if any(wanted):
+        return not_learned(found.score_mod or "", kinds, len(found.numbers), _places(wanted))
     return ""
 
 
+def _places(wanted: Sequence[bool]) -> tuple[int, ...]:
+    return tuple(place for place, want in enumerate(wanted) if want)
+
+
 @lru_cache(maxsize=1024)
-def not_emitted(text: str, kinds: tuple[tuple[torch.dtype, int], ...], numbers: int) -> str:
+def not_learned(text: str, kinds: tuple[tuple[torch.dtype, int], ...], numbers: int, wanted: tuple[int, ...]) -> str:
+    """Why the kernels give no gradients of captured tensors; nothing where they do."""
+    if any(kinds[place][0] == torch.float64 for place in wanted):
+        return "its kernels sum gradients of captured tensors in float32, and one is float64"
+    rule = of_scalars(text, [dtype for dtype, _ in kinds], wanted, numbers)
+    read = {"score"}
+    for place, step in enumerate(rule.steps):
+        if any(ref.name in read for ref in refs(step)):
+            read.add(f"%{place}")
+    if rule.score != Ref(GRAD) or any(load.gradient.name in read for load in rule.loads):
+        return (
+            "its kernels give gradients of captured tensors where score_mod only adds to scores what it makes of them"
+        )
+    return not_emitted(text, kinds, numbers, wanted)
+
+
+@lru_cache(maxsize=1024)
+def not_emitted(
+    text: str, kinds: tuple[tuple[torch.dtype, int], ...], numbers: int, wanted: tuple[int, ...] | None = None
+) -> str:
     """The first operator of a mod of scalars that has no form in CuTe-DSL; nothing where all have one.
 
     Args:
         text: The program.
         kinds: (dtype, dimensions) of each captured tensor.
         numbers: How many integers are captured.
+        wanted: The captured tensors by which, beside the score, the derivative is asked for too; None for none at all.
     """
     program = parsed(text)
+    steps = program.steps
     values: dict[str, Any] = {name: torch.empty((), dtype=INDEX_DTYPE, device="meta") for name in POSITION}
-    values["score"] = torch.empty((), device="meta")
+    values["score"] = values[GRAD] = torch.empty((), device="meta")
     values |= {f"#{place}": torch.empty((), dtype=torch.int64, device="meta") for place in range(numbers)}
     for place, (dtype, rank) in enumerate(kinds):
         rank = rank if _is_indexed(program, place) else 0  # noqa: PLW2901 (one element stands for none dimensions)
         values[f"@{place}"] = torch.empty((2,) * rank, dtype=dtype, device="meta")
-    for place, step in enumerate(program.steps):
+    if wanted is not None:
+        try:
+            steps = of_scalars(text, [dtype for dtype, _ in kinds], wanted, numbers).steps
+        except NotImplementedError as error:
+            return str(error)
+    for place, step in enumerate(steps):
         result = call_step(step, values)
         values |= named(place, result)
         if step.base not in EMITTED and step.base not in MAKES:
             return step.op
-        if step.base == "pow" and not (isinstance(step.args[1], int) and 1 <= step.args[1] <= 16):
+        if step.base == "pow" and not (isinstance(step.args[1], (int, float)) and step.args[1] in range(1, 17)):
             return f"{step.op} by {step.args[1]}"
         truncates = step.base == "div" and dict(step.kwargs).get("rounding_mode") == "trunc"
         if truncates and isinstance(result, Tensor) and result.dtype.is_floating_point:
@@ -103,43 +160,120 @@ def _is_indexed(program: Program, place: int) -> bool:
 
 
 def config_of(x: FlexInputs) -> configs.ForwardConfig:
-    """The config of a call; not timed yet. Tiles divide blocks of 128 by 128, the usual ones."""
+    """The forward's config of a call. Tiles divide blocks of 128 by 128, the usual ones."""
     width = max(x.q.shape[3], x.v.shape[3])
-    return configs.ForwardConfig(128, 128 if width <= 128 else 64, 2, ping_pong=True, own_o=width <= 64)
+    return configs.ForwardConfig(128, 128 if width <= 128 else 64, 2, ping_pong=True, own_o=width <= 128)
 
 
-def features_of(x: FlexInputs) -> configs.ForwardFeatures:
-    """What of a call shapes the code."""
+def _mods(x: FlexInputs, wanted: Sequence[bool] = ()) -> configs.ModFeatures:
     found = joined(x)
-    mods = configs.ModFeatures(
+    return configs.ModFeatures(
         found.score_mod,
         found.mask_mod,
         tuple((dtype_name(tensor.dtype), tensor.dim()) for tensor in found.tensors),
         len(found.numbers),
         x.blocks is not None,
         x.blocks is not None and x.blocks.full_count is not None,
+        _places(wanted),
     )
-    return configs.ForwardFeatures(dtype_name(x.q.dtype), x.q.shape[3], x.v.shape[3], mods=mods)
+
+
+def words(direction: str, x: FlexInputs) -> str:
+    """The config that a call runs with."""
+    return str(config_of(x) if direction == "forward" else configs.flex_backward(backward_features_of(x)))
+
+
+def features_of(x: FlexInputs) -> configs.ForwardFeatures:
+    """What of a call shapes the forward's code."""
+    return configs.ForwardFeatures(dtype_name(x.q.dtype), x.q.shape[3], x.v.shape[3], mods=_mods(x))
+
+
+def backward_features_of(x: FlexInputs, wanted: Sequence[bool] = ()) -> configs.BackwardFeatures:
+    """What of a call shapes the backward's code."""
+    return configs.BackwardFeatures(dtype_name(x.q.dtype), x.q.shape[3], x.v.shape[3], mods=_mods(x, wanted))
 
 
 @lru_cache(maxsize=1024)
 def key_of(features: configs.ForwardFeatures, config: configs.ForwardConfig) -> KernelKey:
-    """What decides the code."""
+    """What decides the code of the forward."""
     return KernelKey("flex_forward_sm90", calls.ARCH, (features, config))
+
+
+def _launch(key: KernelKey, *arguments: Any) -> None:
+    """Launches a kernel.
+
+    Raises:
+        UnsupportedProblem: It does not compile.
+        NotCompiled: It has not run yet, and a CUDA graph is being captured.
+    """
+    try:
+        launch = calls.launch_of(key)
+    except NotCompiled:
+        raise
+    except RuntimeError as error:
+        raise UnsupportedProblem(str(error).partition("; key: ")[0]) from error
+    launch(*arguments)
+
+
+def _held(tensors: Iterable[Tensor | None]) -> Iterator[Tensor | None]:
+    """Captured tensors as kernels take them: bool as bytes."""
+    return (one.view(torch.uint8) if one is not None and one.dtype == torch.bool else one for one in tensors)
 
 
 def forward(x: FlexInputs) -> tuple[Tensor, Tensor, Tensor]:
     """``(out, lse, an empty tensor)`` of a call that :func:`why_not` has nothing against."""
     config = config_of(x)
     x = aligned(x, (config.tile_m, config.tile_n))
-    found = joined(x)
     out = empty_like_order(x.q, x.v.shape[3])
     lse = torch.empty(x.q.shape[:3], dtype=torch.float32, device=x.q.device)
     sizes = (config.tile_m, config.tile_n) if x.blocks is None else x.blocks.sizes
-    tensors, numbers = found.slots()
-    held = (one.view(torch.uint8) if one is not None and one.dtype == torch.bool else one for one in tensors)
-    calls.launch_of(key_of(features_of(x), config))(
-        *calls.views_for_tma((x.q, x.k, x.v)), out, lse, float(x.scale), *x.lists(x.blocks), *held, *numbers,
-        sizes[0] // config.tile_m, sizes[1] // config.tile_n, calls.programs_of(x.q.device),
+    tensors, numbers = joined(x).slots()
+    counter = None if x.blocks is None else torch.zeros(1, dtype=torch.int32, device=x.q.device)
+    arguments = (
+        *calls.views_for_tma((x.q, x.k, x.v)), out, lse, float(x.scale), *x.lists(x.blocks), *_held(tensors), *numbers,
+        sizes[0] // config.tile_m, sizes[1] // config.tile_n, counter, calls.programs_of(x.q.device),
     )  # fmt: skip
+    _launch(key_of(features_of(x), config), *arguments)
     return out, lse, lse.new_empty(0)
+
+
+def backward(
+    x: FlexInputs, grad_out: Tensor, grad_lse: Tensor | None, out: Tensor, lse: Tensor, wanted: Sequence[bool]
+) -> tuple[Tensor, Tensor, Tensor, list[Tensor | None]]:
+    """Gradients of q, k and v, and of those of the score mod's captured tensors that are ``wanted``.
+
+    Args:
+        x: What :func:`why_not` has nothing against.
+        grad_out: Of the output.
+        grad_lse: Of lse, or None.
+        out: The forward's.
+        lse: The forward's.
+        wanted: Of each captured tensor, whether it needs a gradient.
+    """
+    captured = () if x.score_mod is None else x.score_mod.captured
+    config = configs.flex_backward(backward_features_of(x))
+    x = aligned(x, (config.tile_m, config.tile_n))
+    features = backward_features_of(x, wanted)
+    grads = zeros_of(captured, wanted)
+    (batch, heads, q_len, _), device = x.q.shape, x.q.device
+    tiles = -(-q_len // config.tile_m)
+    elements, of_head = configs.backward_workspace(features, batch, heads, q_len, config)
+    do = grad_out if suits_bulk_copies(grad_out) else empty_like_order(out, out.shape[3]).copy_(grad_out)
+    norm, delta = (torch.empty((batch, heads, tiles * config.tile_m), device=device) for _ in range(2))
+    sums = torch.empty(elements, device=device)
+    wide = suits_bulk_copies(out)
+    prepare = calls.preprocess_key(features, wide=wide, lse_grad=grad_lse is not None)
+    _launch(prepare, out, do, lse, grad_lse, norm, delta, sums)
+    dq, dk, dv = (empty_like_order(one, one.shape[3]) for one in (x.q, x.k, x.v))
+    sizes = (config.tile_m, config.tile_n) if x.blocks is None else x.blocks.sizes
+    columns = None if x.blocks is None else transposed(x.blocks, q_len, x.k.shape[2])
+    tensors, numbers = joined(x).slots()
+    arguments = (
+        *calls.views_for_tma((x.q, x.k, x.v, do)), norm, delta, dk, dv, sums, float(x.scale), *x.lists(columns),
+        *_held(tensors), *numbers, sizes[0] // config.tile_m, sizes[1] // config.tile_n, *grads,
+        *(None,) * (MOST_TENSORS - len(grads)), calls.programs_of(device),
+    )  # fmt: skip
+    _launch(calls.backward_key(features, config), *arguments)
+    steps = heads * of_head, of_head
+    _launch(calls.postprocess_key(features, config), sums, dq, *steps, float(x.scale), None, None, batch, q_len)
+    return dq, dk, dv, as_captured(grads, captured)

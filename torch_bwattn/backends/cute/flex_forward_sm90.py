@@ -12,61 +12,36 @@ out. ``finfo.min`` in S becomes -inf in base 2.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import cuda.bindings.driver as cuda
 import cutlass
-import torch
-from cutlass import Boolean, Float32, Int32, const_expr, cute
+from cutlass import Boolean, Float32, Int32, const_expr, cute, pipeline
 
-from ..flex_inputs import MOST_NUMBERS, MOST_TENSORS
-from .forward_sm90 import LOG2_E, Forward, Limits, Place, Rows
-from .parts import keys, mods, schedule
-
-_HELD = {
-    "bool": cutlass.Uint8, "uint8": cutlass.Uint8, "int8": cutlass.Int8, "int32": cutlass.Int32,
-    "int64": cutlass.Int64, "float16": cutlass.Float16, "bfloat16": cutlass.BFloat16, "float32": cutlass.Float32,
-    "float64": cutlass.Float64,
-}  # fmt: skip
-"""How captured tensors come, by PyTorch's names."""
-
-
-class Flex(NamedTuple):
-    """What of mods and lists is not code.
-
-    Lists are Int32 [B, Hq, R] and [B, Hq, R, C]; a block has ``down`` tiles of queries and ``across`` tiles of keys.
-    """
-
-    part_count: cute.Tensor | None
-    part_index: cute.Tensor | None
-    full_count: cute.Tensor | None
-    full_index: cute.Tensor | None
-    tables: tuple[cute.Tensor | None, ...]
-    numbers: tuple[Int32 | None, ...]
-    down: Int32
-    across: Int32
-    scale: Float32
+from .configs import ForwardConfig, ForwardFeatures
+from .forward_sm90 import LOG2_E, Forward, Limits, Operands, Place, Rows
+from .parts import keys, mods, schedule, wgmma
+from .parts.flex import Change, Flex, Mods, fake_arguments, given
 
 
 class FlexForward(Forward):
-    """The kernel for one config and one set of features, which have mods."""
+    """The kernel for one config and one set of features, which have mods.
+
+    Only the producer reads lists: it leaves with each K which it is, and with Q how many there are.
+    """
+
+    def __init__(self, features: ForwardFeatures, config: ForwardConfig) -> None:
+        super().__init__(features, config)
+        self.mods = given(features.mods)
+        self.leaves_visits = self.mods.lists
+        self.words = 3 if self.leaves_visits else 1
 
     def fake_arguments(self) -> tuple[Any, ...]:
         """Arguments of any sizes and strides, for the compiler."""
-        features = self.features.mods
+        features = self.mods
         q, k, v, o, lse, scale, *_, programs, stream = super().fake_arguments()
-
-        def tensor(kind: Any, rank: int) -> cute.Tensor:
-            sizes = tuple(cute.sym_int() for _ in range(rank))
-            strides = tuple(cute.sym_int64() for _ in range(rank))
-            return cute.runtime.make_fake_tensor(kind, sizes, strides, assumed_align=kind.width // 8)
-
-        lists = [tensor(Int32, rank) if features.lists else None for rank in (3, 4)]
-        lists += [tensor(Int32, rank) if features.full else None for rank in (3, 4)]
-        tables = [tensor(_HELD[name], rank) for name, rank in features.tables]
-        tables += [None] * (MOST_TENSORS - len(tables))
-        numbers = [Int32(0)] * features.numbers + [None] * (MOST_NUMBERS - features.numbers)
-        return q, k, v, o, lse, scale, *lists, *tables, *numbers, Int32(1), Int32(1), programs, stream
+        counter = cute.runtime.make_fake_tensor(Int32, (1,), (1,), assumed_align=4) if features.lists else None
+        return q, k, v, o, lse, scale, *fake_arguments(features), counter, programs, stream
 
     @cute.jit
     def __call__(
@@ -95,16 +70,20 @@ class FlexForward(Forward):
         n3: Int32 | None,
         down: Int32,
         across: Int32,
+        counter: cute.Tensor | None,
         programs: Int32,
         stream: cuda.CUstream,
     ) -> None:
-        """Launches the kernel; lists, tables and numbers as in :class:`Flex`, the rest as :class:`.Forward` has it."""
+        """Launches the kernel; lists, tables and numbers as in :class:`.Flex`, the rest as :class:`.Forward` has it.
+
+        With lists, ``counter`` is 0: tiles differ in their keys.
+        """
         c = scale * LOG2_E
-        if const_expr(self.features.mods.score_mod is not None):
+        if const_expr(self.mods.score_mod is not None):
             c = Float32(LOG2_E)
         tables, numbers = (t0, t1, t2, t3, t4, t5, t6, t7), (n0, n1, n2, n3)
         flex = Flex(part_count, part_index, full_count, full_index, tables, numbers, down, across, scale)
-        self.start(q, k, v, o, lse, c, None, None, None, None, None, Int32(0), programs, stream, flex)
+        self.start(q, k, v, o, lse, c, None, None, None, None, counter, Int32(1), programs, stream, flex)
 
     def line(self, tile: schedule.Tile) -> Int32:
         """The row of blocks that a tile of queries is in."""
@@ -112,7 +91,7 @@ class FlexForward(Forward):
 
     def key_tiles(self, tile: schedule.Tile, limits: Limits) -> keys.KeyTiles:
         """As many tiles as are listed, those of which the mask decides first; which they are, :meth:`visited` says."""
-        features, flex = self.features.mods, self.flex
+        features, flex = self.mods, self.flex
         if not features.lists:
             tiles = super().key_tiles(tile, limits)
             return tiles if features.mask_mod is None else tiles._replace(whole_end=tiles.begin)
@@ -125,9 +104,9 @@ class FlexForward(Forward):
     def visited(self, tile: schedule.Tile, tiles: keys.KeyTiles, i: Int32, windowed: cutlass.Constexpr) -> Int32:
         """The i-th tile of keys in listed blocks."""
         n = keys.visited(tiles, i, windowed)
-        if const_expr(self.features.mods.lists):
+        if const_expr(self.mods.lists):
             part = tiles.masked
-            if const_expr(self.features.mods.full):
+            if const_expr(self.mods.full):
                 if i < part:
                     n = self.listed(self.flex.part_index, tile, i)
                 else:
@@ -142,40 +121,58 @@ class FlexForward(Forward):
         return index[tile.batch, tile.head, self.line(tile), i // across] * across + i % across
 
     @cute.jit
+    def leave_visit(
+        self, visits: cute.Tensor, n: Int32, k_pipe: pipeline.PipelineTmaAsync, state: pipeline.PipelineState
+    ) -> None:
+        """Leaves which tile of keys comes next, once the consumers are done with the K before in its stage."""
+        if const_expr(self.leaves_visits):
+            k_pipe.sync_object_empty.wait(state.index, state.phase)
+            if cute.arch.lane_idx() == 0:
+                visits[state.index] = n
+            cute.arch.sync_warp()
+
+    def awaited_keys(
+        self, tile: schedule.Tile, limits: Limits, next_tiles: cute.Tensor, q_state: pipeline.PipelineState
+    ) -> keys.KeyTiles:
+        """As many tiles as the producer has counted."""
+        if not self.leaves_visits:
+            return self.key_tiles(tile, limits)
+        count, masked = (self.word(next_tiles, word, q_state) for word in (1, 2))
+        return keys.KeyTiles(Int32(0), Int32(0), count - masked, count)
+
+    def expected(self, tile: schedule.Tile, tiles: keys.KeyTiles, i: Int32, windowed: bool) -> Int32:
+        """Not known in lists before K has come."""
+        return Int32(0) if self.leaves_visits else self.visited(tile, tiles, i, windowed)
+
+    def arrived(self, operands: Operands, n: Int32, state: pipeline.PipelineState) -> Int32:
+        """The tile of keys whose K has come."""
+        return operands.visits[state.index] if self.leaves_visits else n
+
+    def prepare_whole(self, rows: Rows, cap: Float32 | None, limits: Limits, place: Place, n: Int32) -> None:
+        """What happens to scores of a tile that ``mask_mod`` does not decide of."""
+        self.prepare(rows, cap, limits, place, n, False)
+
+    @cute.jit
     def prepare(
         self, rows: Rows, cap: Float32 | None, limits: Limits, place: Place, n: Int32, masked: Boolean | bool
     ) -> None:
         """What happens to scores before the softmax: ``score_mod``, then ``mask_mod``, then the end of the keys."""
         first_key = n * self.tile_n
-        if const_expr(self.features.mods.score_mod is not None):
-            self.each_score(rows, limits, place, first_key, self.modified)
-        if const_expr(self.features.mods.mask_mod is not None):  # noqa: SIM102 (the second is decided when run)
+        of = Mods(self.mods, self.flex)
+        if const_expr(self.mods.score_mod is not None):
+            self.each_score(rows, place, first_key, of.modified)
+        if const_expr(self.mods.mask_mod is not None):  # noqa: SIM102 (the second is decided when run)
             if masked:
-                self.each_score(rows, limits, place, first_key, self.masked)
+                self.each_score(rows, place, first_key, of.masked)
         if first_key + self.tile_n > limits.kv_len:
             keys.hide_keys(rows.scores, rows.coords, place.first_row, first_key, limits.kv_len, None, None, 1)
 
-    @cute.jit
-    def each_score(self, rows: Rows, limits: Limits, place: Place, first_key: Int32, change: cutlass.Constexpr) -> None:
-        """Changes each of a thread's scores; positions beyond the ends become the last ones, which tables have."""
-        for r in cutlass.range_constexpr(2):
-            i = cutlass.min(place.first_row + rows.coords[r, 0][0], limits.q_len - 1)
-            for j in cutlass.range_constexpr(cute.size(rows.scores, mode=[1])):
-                key = cutlass.min(first_key + rows.coords[0, j][1], limits.kv_len - 1)
-                rows.scores[r, j] = change(rows.scores[r, j], mods.position(place.batch, place.head, i, key))
-
-    def modified(self, score: Float32, at: dict[str, mods.Value]) -> Float32:
-        """A score after ``score_mod``."""
-        inputs = {"score": mods.Value(score * self.flex.scale, torch.float32), **at}
-        return mods.cast(self.evaluated(self.features.mods.score_mod, inputs), torch.float32).number
-
-    def masked(self, score: Float32, at: dict[str, mods.Value]) -> Float32:
-        """A score, or -inf where ``mask_mod`` hides it."""
-        shown = self.evaluated(self.features.mods.mask_mod, at)
-        hidden = mods.Value(Float32(-Float32.inf), torch.float32)
-        return mods.chosen(shown.number, mods.Value(score, torch.float32), hidden).number
-
-    def evaluated(self, text: str, inputs: dict[str, mods.Value]) -> mods.Value:
-        """What a mod's program gives."""
-        dtypes = [getattr(torch, name) for name, _ in self.features.mods.tables]
-        return mods.evaluated(text, inputs, self.flex.tables, dtypes, self.flex.numbers)
+    def each_score(self, rows: Rows, place: Place, first_key: Int32, change: Change) -> None:
+        """Changes each of a thread's scores."""
+        row, column = rows.coords[0, 0]
+        first = place.first_row + row, first_key + column
+        for r in range(2):
+            for j in range(cute.size(rows.scores, mode=[1])):
+                pairs = (first[0], wgmma.ROW_STEP * r), (first[1], wgmma.column_offset(j))
+                at = mods.position(place.batch, place.head, *pairs)
+                rows.scores[r, j] = change(rows.scores[r, j], at)

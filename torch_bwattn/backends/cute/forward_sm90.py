@@ -74,7 +74,10 @@ class Pipes(NamedTuple):
 
 
 class Operands(NamedTuple):
-    """The two products of a group and what they read; ``b_k`` and ``b_v`` have the ring's stages as last mode."""
+    """The two products of a group and what they read; ``b_k`` and ``b_v`` have the ring's stages as last mode.
+
+    ``visits`` is what the producer leaves with each K, if anything.
+    """
 
     qk: cute.TiledMma
     pv: cute.TiledMma
@@ -82,6 +85,7 @@ class Operands(NamedTuple):
     b_k: cute.Tensor
     a_p: cute.Tensor
     b_v: cute.Tensor
+    visits: cute.Tensor
 
 
 class Rows(NamedTuple):
@@ -107,6 +111,8 @@ class Forward:
         self.groups = config.tile_m // SLAB
         self.takes_turns = config.ping_pong and self.groups > 1
         self.packed, self.cluster = features.packed, config.cluster
+        self.words = 1  # that are left with a tile's Q
+        self.leaves_visits = False  # a word with each K
         # A matrix instruction takes 16 columns of Q and K at a time, and TMA fills with zeros what a tensor lacks.
         self.width = -(-features.head_dim // 16) * 16
         self.value_width = -(-features.value_dim // 16) * 16
@@ -237,7 +243,8 @@ class Forward:
             q_barriers: cute.struct.MemRange[Int64, 2 * self.groups]
             k_barriers: cute.struct.MemRange[Int64, 2 * self.stages]
             v_barriers: cute.struct.MemRange[Int64, 2 * self.stages]
-            tiles: cute.struct.MemRange[Int32, self.groups]
+            tiles: cute.struct.MemRange[Int32, self.words * self.groups]
+            visits: cute.struct.MemRange[Int32, self.stages]
             q: cute.struct.Align[cute.struct.MemRange[self.dtype, elements], 1024]
             k: cute.struct.Align[cute.struct.MemRange[self.dtype, cute.cosize(k_layout)], 1024]
             v: cute.struct.Align[cute.struct.MemRange[self.dtype, cute.cosize(v_layout)], 1024]
@@ -319,18 +326,21 @@ class Forward:
             self.pipe(storage.k_barriers, self.stages, self.groups, self.k_tile, self.cluster),
             self.pipe(storage.v_barriers, self.stages, self.groups, self.v_tile, self.cluster),
         )
-        next_tiles = storage.tiles.get_tensor(cute.make_layout(self.groups))
+        next_tiles = storage.tiles.get_tensor(cute.make_layout((self.words, self.groups)))
+        visits = storage.visits.get_tensor(cute.make_layout(self.stages))
         cluster = (self.cluster, 1) if const_expr(self.cluster > 1) else None
         pipeline.pipeline_init_arrive(cluster_shape_mn=cluster, is_relaxed=True)
         pipeline.pipeline_init_wait(cluster_shape_mn=cluster)
         if warp_index < WARP_GROUP // 32:
             cute.arch.setmaxregister_decrease(_REGISTERS[self.groups][0])
             if warp_index == 0:
-                self.produce(q, k, v, storage.q, s_k, s_v, next_tiles, pipes, limits, order, counter, counts)
+                self.produce(q, k, v, storage.q, s_k, s_v, next_tiles, visits, pipes, limits, order, counter, counts)
         else:
             cute.arch.setmaxregister_increase(_REGISTERS[self.groups][1])
             o_memory = storage.o if const_expr(self.config.own_o) else storage.q
-            self.consume(qk, pv, storage.q, o_memory, s_k, s_v, next_tiles, pipes, o, lse, c, cap, sink, limits, order)
+            self.consume(
+                qk, pv, storage.q, o_memory, s_k, s_v, next_tiles, visits, pipes, o, lse, c, cap, sink, limits, order
+            )
         if const_expr(self.cluster > 1):
             # The other CTA may still write to this one's memory and signal its barriers.
             cute.arch.cluster_arrive()
@@ -398,6 +408,7 @@ class Forward:
         s_k: cute.Tensor,
         s_v: cute.Tensor,
         next_tiles: cute.Tensor,
+        visits: cute.Tensor,
         pipes: Pipes,
         limits: Limits,
         order: schedule.TileOrder,
@@ -423,11 +434,12 @@ class Forward:
                 k_views = self.tma_views(k, self.k_tile, s_k, tile.kv_head, tile.batch, self.cluster)
                 v_views = self.tma_views(v, self.v_tile, s_v, tile.kv_head, tile.batch, self.cluster)
                 n = self.visited(tile, tiles, Int32(0), windowed)
+                self.leave_visit(visits, n, k_pipe, k_state)
                 k_state = self.fetch(k.atom, k_views, n, k_pipe, k_state)
                 for group in cutlass.range_constexpr(self.groups):
                     s_q = self.slab(q_memory, group, q_layout)
                     s_part, g_part = self.tma_views(q, self.q_tile, s_q, tile.head, tile.batch)
-                    self.announce(index, next_tiles, q_pipe, q_state)
+                    self.announce(index, tiles, next_tiles, q_pipe, q_state)
                     q_pipe.producer_acquire(q_state)
                     cute.copy(
                         q.atom,
@@ -438,14 +450,15 @@ class Forward:
                     q_state.advance()
                 for i in cutlass.range(1, tiles.count, unroll=1):
                     following = self.visited(tile, tiles, i, windowed)
+                    self.leave_visit(visits, following, k_pipe, k_state)
                     k_state = self.fetch(k.atom, k_views, following, k_pipe, k_state)
                     v_state = self.fetch(v.atom, v_views, n, v_pipe, v_state)
                     n = following
                 v_state = self.fetch(v.atom, v_views, n, v_pipe, v_state)
             else:
-                q_state = self.announce_alone(index, next_tiles, q_pipe, q_state)
+                q_state = self.announce_alone(index, tiles, next_tiles, q_pipe, q_state)
             index = schedule.next_index(index, cute.arch.grid_dim()[0] // self.cluster, counter, counts)
-        self.announce_alone(index, next_tiles, q_pipe, q_state)
+        self.announce_alone(index, None, next_tiles, q_pipe, q_state)
         if const_expr(self.cluster > 1):
             k_pipe.producer_tail(k_state)
             v_pipe.producer_tail(v_state)
@@ -454,27 +467,37 @@ class Forward:
     def announce(
         self,
         index: Int32,
+        tiles: keys.KeyTiles | None,
         next_tiles: cute.Tensor,
         q_pipe: pipeline.PipelineTmaAsync,
         q_state: pipeline.PipelineState,
     ) -> None:
-        """Leaves a tile's number for a group, once it is done with the Q before."""
+        """Leaves a tile's number for a group, once it is done with the Q before; its keys where it cannot know them."""
         q_pipe.sync_object_empty.wait(q_state.index, q_state.phase)
         if cute.arch.lane_idx() == 0:
-            next_tiles[q_state.index] = index
+            next_tiles[0, q_state.index] = index
+            if const_expr(self.leaves_visits and tiles is not None):
+                next_tiles[1, q_state.index] = tiles.count
+                next_tiles[2, q_state.index] = tiles.masked
         cute.arch.sync_warp()
+
+    def leave_visit(
+        self, visits: cute.Tensor, n: Int32, k_pipe: pipeline.PipelineTmaAsync, state: pipeline.PipelineState
+    ) -> None:
+        """Leaves which tile of keys comes next, where the consumers cannot know it."""
 
     @cute.jit
     def announce_alone(
         self,
         index: Int32,
+        tiles: keys.KeyTiles | None,
         next_tiles: cute.Tensor,
         q_pipe: pipeline.PipelineTmaAsync,
         q_state: pipeline.PipelineState,
     ) -> pipeline.PipelineState:
         """Leaves a number that no Q comes with, for all groups."""
         for _ in cutlass.range_constexpr(self.groups):
-            self.announce(index, next_tiles, q_pipe, q_state)
+            self.announce(index, tiles, next_tiles, q_pipe, q_state)
             if cute.arch.lane_idx() == 0:
                 cute.arch.mbarrier_arrive(q_pipe.producer_get_barrier(q_state))
             q_state.advance()
@@ -509,6 +532,7 @@ class Forward:
         s_k: cute.Tensor,
         s_v: cute.Tensor,
         next_tiles: cute.Tensor,
+        visits: cute.Tensor,
         pipes: Pipes,
         o: Moved,
         lse: cute.Tensor,
@@ -525,7 +549,7 @@ class Forward:
         thread = cute.arch.thread_idx()[0] % WARP_GROUP
         group = cute.arch.make_warp_uniform(cute.arch.thread_idx()[0] // WARP_GROUP) - 1
         s_q, s_o = self.slab(q_memory, group, q_layout), self.slab(o_memory, group, o_layout)
-        operands = self.operands(qk, pv, s_q, s_k, s_v)
+        operands = self.operands(qk, pv, s_q, s_k, s_v, visits)
         rows = self.rows(qk, pv, thread)
         lses = cute.make_rmem_tensor((2,), Float32)
         kind = pipeline.PipelineUserType.Consumer
@@ -538,33 +562,29 @@ class Forward:
         index = self.awaited_tile(next_tiles, q_pipe, q_state)
         while index < order.total:
             tile = schedule.tile_at(order, index)
-            tiles = self.key_tiles(tile, limits)
+            tiles = self.awaited_keys(tile, limits, next_tiles, q_state)
             first_row = self.m_index(tile) * self.tile_m + group * SLAB
             if tiles.count <= 0:
                 rows.acc_o.fill(0.0)
                 rows.sums.fill(0.0)
                 rows.shifts.fill(-Float32.inf)
             else:
-                n = self.visited(tile, tiles, Int32(0), windowed)
+                n = self.expected(tile, tiles, Int32(0), windowed)
                 masked = tiles.masked
                 place = Place(tile.batch, tile.head, first_row)
                 k_state = self.first_keys(operands, rows, c, cap, limits, place, n, masked > 0, pipes, k_state)
                 masked = cutlass.max(masked, 1)
                 for i in cutlass.range(1, masked, unroll=1):
-                    n = self.visited(tile, tiles, i, windowed)
+                    n = self.expected(tile, tiles, i, windowed)
                     k_state, v_state = self.next_keys(
                         operands, rows, c, cap, limits, place, n, True, pipes, k_state, v_state, group
                     )
                 for i in cutlass.range(tiles.count - masked, unroll=1):
-                    if const_expr(self.features.mods is None):
-                        k_state, v_state = self.whole_keys(
-                            operands, rows, c, cap, s_q, s_k, thread, pipes, k_state, v_state, group
-                        )
-                    else:
-                        n = self.visited(tile, tiles, masked + i, windowed)
-                        k_state, v_state = self.next_keys(
-                            operands, rows, c, cap, limits, place, n, False, pipes, k_state, v_state, group
-                        )
+                    if const_expr(self.features.mods is not None):
+                        n = self.expected(tile, tiles, masked + i, windowed)
+                    k_state, v_state = self.whole_keys(
+                        operands, rows, c, cap, limits, place, n, s_q, s_k, thread, pipes, k_state, v_state, group
+                    )
                 if const_expr(self.config.own_o):
                     q_pipe.consumer_release(q_state)
                 v_state = self.last_values(operands, rows, pipes, v_state)
@@ -592,13 +612,38 @@ class Forward:
     ) -> Int32:
         """The number of a group's next tile, with which its Q has come."""
         q_pipe.consumer_wait(q_state)
-        index = Int32(0)
+        return self.word(next_tiles, 0, q_state)
+
+    @cute.jit
+    def word(self, next_tiles: cute.Tensor, word: cutlass.Constexpr, q_state: pipeline.PipelineState) -> Int32:
+        """What was left with a group's Q."""
+        found = Int32(0)
         if cute.arch.lane_idx() == 0:  # the lane that frees the place
-            index = next_tiles[q_state.index]
-        return cute.arch.shuffle_sync(index, 0)
+            found = next_tiles[word, q_state.index]
+        return cute.arch.shuffle_sync(found, 0)
+
+    def awaited_keys(
+        self, tile: schedule.Tile, limits: Limits, next_tiles: cute.Tensor, q_state: pipeline.PipelineState
+    ) -> keys.KeyTiles:
+        """The keys of a tile whose number has come."""
+        return self.key_tiles(tile, limits)
+
+    def expected(self, tile: schedule.Tile, tiles: keys.KeyTiles, i: Int32, windowed: bool) -> Int32:
+        """The i-th tile of keys as far as a consumer knows before it has come."""
+        return self.visited(tile, tiles, i, windowed)
+
+    def arrived(self, operands: Operands, n: Int32, state: pipeline.PipelineState) -> Int32:
+        """The tile of keys that has come, which was expected to be ``n``."""
+        return n
 
     def operands(
-        self, qk: cute.TiledMma, pv: cute.TiledMma, s_q: cute.Tensor, s_k: cute.Tensor, s_v: cute.Tensor
+        self,
+        qk: cute.TiledMma,
+        pv: cute.TiledMma,
+        s_q: cute.Tensor,
+        s_k: cute.Tensor,
+        s_v: cute.Tensor,
+        visits: cute.Tensor,
     ) -> Operands:
         """A group's operands: Q, K and V as matrix descriptors of shared memory, P as registers."""
         of_qk, of_pv = qk.get_slice(0), pv.get_slice(0)
@@ -610,6 +655,7 @@ class Forward:
             of_qk.make_fragment_B(of_qk.partition_B(s_k)),
             of_pv.make_fragment_A(of_pv.partition_shape_A((SLAB, self.tile_n))),
             of_pv.make_fragment_B(of_pv.partition_B(s_vt)),
+            visits,
         )
 
     def rows(self, qk: cute.TiledMma, pv: cute.TiledMma, thread: Int32) -> Rows:
@@ -638,6 +684,7 @@ class Forward:
         """The first tile of keys: its scores become P, and O starts at 0."""
         _, k_pipe, _ = pipes
         k_pipe.consumer_wait(k_state)
+        n = self.arrived(operands, n, k_state)
         b_k = operands.b_k[None, None, None, k_state.index]
         wgmma.issue(operands.qk, rows.acc_s, operands.a_q, b_k, Boolean(False))
         warpgroup.wait_group(0)
@@ -668,6 +715,7 @@ class Forward:
         """A further tile of keys, masked or not: its scores, and the previous tile's share of O while they become P."""
         _, k_pipe, v_pipe = pipes
         self.issue_both(operands, rows, pipes, k_state, v_state, group)
+        n = self.arrived(operands, n, k_state)
         warpgroup.wait_group(1)
         k_pipe.consumer_release(k_state)
         k_state.advance()
@@ -712,6 +760,9 @@ class Forward:
         rows: Rows,
         c: Float32,
         cap: Float32 | None,
+        limits: Limits,
+        place: Place,
+        n: Int32,
         s_q: cute.Tensor,
         s_k: cute.Tensor,
         thread: Int32,
@@ -723,11 +774,13 @@ class Forward:
         """As next_keys without a mask, in the hope that no score has outgrown its row's shift; else it makes good."""
         _, k_pipe, v_pipe = pipes
         self.issue_both(operands, rows, pipes, k_state, v_state, group)
+        n = self.arrived(operands, n, k_state)
         warpgroup.wait_group(1)
-        if const_expr(cap is not None):
-            softmax.cap_scores(rows.scores, cap)
+        self.prepare_whole(rows, cap, limits, place, n)
         parts = cute.make_rmem_tensor((2,), Float32)
-        grown = softmax.hopeful_step(rows.scores, rows.shifts, parts, c)
+        if const_expr(self.features.mods is not None):
+            softmax.start_rows(rows.scores, rows.shifts, c)
+        grown = softmax.hopeful_step(rows.scores, rows.shifts, parts, c, self.features.mods is not None)
         warpgroup.wait_group(0)
         v_pipe.consumer_release(v_state)
         v_state.advance()
@@ -735,8 +788,7 @@ class Forward:
         if grown:
             if softmax.overflown(parts):
                 self.scores_again(rows, s_q, s_k[None, None, k_state.index], thread)
-                if const_expr(cap is not None):
-                    softmax.cap_scores(rows.scores, cap)
+                self.prepare_whole(rows, cap, limits, place, n)
                 softmax.step(rows.scores, rows.shifts, rows.sums, rows.factors, c)
                 parts.fill(0.0)
             else:
@@ -772,6 +824,12 @@ class Forward:
         v_pipe.consumer_release(v_state)
         v_state.advance()
         return v_state
+
+    @cute.jit
+    def prepare_whole(self, rows: Rows, cap: Float32 | None, limits: Limits, place: Place, n: Int32) -> None:
+        """What happens to scores of a tile without a mask."""
+        if const_expr(cap is not None):
+            softmax.cap_scores(rows.scores, cap)
 
     @cute.jit
     def prepare(

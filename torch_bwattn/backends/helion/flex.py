@@ -10,6 +10,7 @@ import importlib
 import threading
 from collections.abc import Hashable, Mapping, Sequence
 from functools import cache
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -19,7 +20,7 @@ from ...errors import UnsupportedProblem
 from ...layout import empty_like_order
 from ...target import capability, target_of
 from ..flex_blocks import aligned, transposed
-from ..flex_inputs import MOST_TENSORS, FlexInputs, Joined, joined, why_not_scalars
+from ..flex_inputs import MOST_TENSORS, FlexInputs, Joined, as_captured, joined, why_not_scalars, zeros_of
 from . import configs, loader
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -62,10 +63,16 @@ def _ranks(found: Joined) -> tuple[int, ...]:
 
 
 @cache
+def _module(name: str) -> ModuleType:
+    """A module of kernels, imported once Helion itself is known to load."""
+    loader.load()
+    return importlib.import_module(f"{__package__}.{name}")
+
+
+@cache
 def _family(kernel: str, ranks: tuple[int, ...]) -> Any:
     """A kernel for captured tensors of so many dimensions."""
-    runtime = importlib.import_module(f"{__package__}.runtime")
-    function = getattr(importlib.import_module(f"{__package__}.{_MODULES[kernel]}"), kernel)
+    function = getattr(_module(_MODULES[kernel]), kernel)
     dims, canonical = dict(_DIMS[kernel]), dict(_CANONICAL)
     for place, rank in enumerate(ranks):
         names = [f"T{place}{dim}" for dim in range(rank)]
@@ -75,7 +82,7 @@ def _family(kernel: str, ranks: tuple[int, ...]) -> Any:
         dims[f"t{place}"] = dims[f"g{place}"] = "1"
     if kernel != "flex_dq":
         dims = {name: text for name, text in dims.items() if name[0] != "g"}
-    return runtime.KernelFamily(function, dims=dims, canonical=canonical)
+    return _module("runtime").KernelFamily(function, dims=dims, canonical=canonical)
 
 
 _MODULES = {"flex_forward": "flex_forward", "flex_dkv": "flex_backward", "flex_dq": "flex_backward"}
@@ -107,6 +114,7 @@ def _prepared(family: Any, arguments: Sequence[Any], config: configs.Config) -> 
 @cache
 def _not_lowered() -> tuple[type[Exception], ...]:
     """What is raised where a mod calls something that Helion or Triton has no form of."""
+    loader.load()
     helion = importlib.import_module("helion.exc")
     triton = importlib.import_module("triton.compiler.errors")
     return helion.Base, triton.CompilationError, NotImplementedError
@@ -206,7 +214,7 @@ def backward(
         wanted: Of each captured tensor, whether it needs a gradient.
         chosen: Configs by kernel, by default :func:`.configs.flex`'s.
     """
-    backward_module = importlib.import_module(f"{__package__}.backward")
+    backward_module = _module("backward")
     chosen = chosen or _chosen(x)
     captured = () if x.score_mod is None else x.score_mod.captured
     x = aligned(x, _multiples(chosen))
@@ -232,12 +240,7 @@ def backward(
 
     config = chosen["dq"]
     sizes = _sizes(x, config)
-    grads = [
-        torch.zeros(one.shape or (1,), dtype=torch.promote_types(one.dtype, torch.float32), device=one.device)
-        if want
-        else None
-        for one, want in zip(captured, wanted, strict=True)
-    ]
+    grads = zeros_of(captured, wanted)
     arguments = (
         x.q, k, v, *x.lists(x.blocks), *tensors, grad_out, norm, delta, dq,
         *grads, *(None,) * (MOST_TENSORS - len(grads)), *numbers, float(x.scale),
@@ -245,7 +248,4 @@ def backward(
         _ragged(q_len, sizes[0]) or _ragged(kv_len, sizes[1]),
     )  # fmt: skip
     _run(_family("flex_dq", _ranks(mods)), arguments, config)
-    of_captured = [
-        None if grad is None else grad.view(one.shape).to(one.dtype) for grad, one in zip(grads, captured, strict=True)
-    ]
-    return dq, *x.of_own_batch(dk, dv), of_captured
+    return dq, *x.of_own_batch(dk, dv), as_captured(grads, captured)

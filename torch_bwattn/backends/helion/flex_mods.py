@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import helion.language as hl
 import torch
 
-from ...mods.derivative import GRAD, Derivative, derivative
+from ...mods.derivative import GRAD, of_scalars
 from ...mods.program import MAKES, POSITION, SAME, Ref, Step, literal, named, operator, parsed
 
 if TYPE_CHECKING:
@@ -70,20 +70,6 @@ def shown(text: str | None, at: Position, tables: Tables, numbers: Numbers) -> t
     return values.of(program.result)
 
 
-def rule(text: str, dtypes: Sequence[torch.dtype], wanted: tuple[int, ...], numbers: int) -> Derivative:
-    """The derivative of a mod whose values are all scalars.
-
-    Args:
-        text: Its program.
-        dtypes: Of the captured tensors that it reads.
-        wanted: Which of these need gradients.
-        numbers: How many captured integers there are.
-    """
-    ranks = {step.args[0].name: len(step.args[1]) for step in parsed(text).steps if step.base == "index"}
-    kinds = tuple((dtype, (2,) * ranks.get(f"@{place}", 0)) for place, dtype in enumerate(dtypes))
-    return derivative(text, kinds, wanted, torch.float32, numbers)
-
-
 def differentiated(
     text: str,
     score: torch.Tensor,
@@ -110,7 +96,7 @@ def differentiated(
     """
     wanted = tuple(place for place, one in enumerate(grads) if one is not None)
     dtypes = [table.dtype for table in tables if table is not None]
-    found = rule(text, dtypes, wanted, sum(number is not None for number in numbers))
+    found = of_scalars(text, dtypes, wanted, sum(number is not None for number in numbers))
     values = _Values({"score": score, **dict(zip(POSITION, at, strict=True))}, tables, numbers)
     values.run(found.steps[: found.own])
     p, grad = grad_of(torch.zeros_like(score) + values.of(found.result).to(torch.float32))

@@ -13,19 +13,31 @@ from typing import Any, NamedTuple
 
 import cutlass
 import torch
-from cutlass import Boolean, Float32, Float64, Int32, Int64, cute
+from cutlass import Boolean, Float32, Float64, Int32, Int64, Uint32, cute
 from cutlass.cutlass_dsl import select_
 
-from ....mods.program import MAKES, POSITION, SAME, Ref, Step, literal, parsed
+from ....mods.program import MAKES, POSITION, SAME, Ref, Step, literal
 
 LOG2_E = 1.4426950408889634
+LONGEST = 2**22
+"""Positions are less than this, or a sum of a few in float32 would not be exact."""
+_EXACT = 2**24
+
+
+class Linear(NamedTuple):
+    """An Int32 as ``base + offset``, of which many scores share the base, and whose parts are at most so large."""
+
+    base: Any
+    offset: int
+    most: int
 
 
 class Value(NamedTuple):
-    """A number, and its dtype in PyTorch."""
+    """A number, and its dtype in PyTorch; as a sum too where it is one of positions."""
 
     number: Any
     dtype: torch.dtype
+    linear: Linear | None = None
 
 
 def kind_of(dtype: torch.dtype) -> Any:
@@ -43,6 +55,9 @@ def cast(value: Value, dtype: torch.dtype) -> Value:
         return value
     if dtype == torch.bool:
         return Value(value.number != kind_of(value.dtype)(0), dtype)
+    if kind_of(dtype) is Float32 and value.linear is not None and value.linear.most < _EXACT:
+        # Conversions cost as much as four additions, and this one is the same for many scores.
+        return Value(value.linear.base.to(Float32) + float(value.linear.offset), dtype)
     return Value(value.number.to(kind_of(dtype)), dtype)
 
 
@@ -173,9 +188,9 @@ def _masked_fill(a: Value, mask: Value, value: Any) -> Value:
     return chosen(mask.number, filling, a)
 
 
-def _power(a: Value, exponent: int) -> Value:
+def _power(a: Value, exponent: float) -> Value:
     found = a
-    for digit in bin(exponent)[3:]:
+    for digit in bin(int(exponent))[3:]:
         found = Value(found.number * found.number, a.dtype)
         if digit == "1":
             found = Value(found.number * a.number, a.dtype)
@@ -212,12 +227,49 @@ def _softplus(a: Value, beta: float = 1.0, threshold: float = 20.0) -> Value:
     return chosen(x > threshold, a, Value(found / beta, a.dtype))
 
 
+def _gelu_backward(grad: Value, a: Value, approximate: str = "none") -> Value:
+    x = a.number
+    if approximate == "tanh":
+        inner = _tanh(0.7978845608028654 * (x + 0.044715 * x * x * x))
+        slope = 0.7978845608028654 * (1.0 + 0.134145 * x * x)
+        return Value(grad.number * 0.5 * (1.0 + inner + x * (1.0 - inner * inner) * slope), a.dtype)
+    density = 0.3989422804014327 * _exp(-0.5 * x * x)
+    return Value(grad.number * (0.5 * (1.0 + cute.math.erf(x * 0.7071067811865476)) + x * density), a.dtype)
+
+
+def _silu_backward(grad: Value, a: Value) -> Value:
+    sigmoid = _sigmoid(a.number)
+    return Value(grad.number * sigmoid * (1.0 + a.number * (1.0 - sigmoid)), a.dtype)
+
+
+def _softplus_backward(grad: Value, a: Value, beta: float, threshold: float) -> Value:
+    x = a.number * beta
+    return chosen(x > threshold, grad, Value(grad.number * _sigmoid(x), a.dtype))
+
+
+def _sign(a: Value) -> Value:
+    below = chosen(a.number < 0, _literal(-1, a.dtype), a)
+    return chosen(a.number > 0, _literal(1, a.dtype), below)
+
+
+def _as_linear(value: Any) -> Linear | None:
+    """A sum of positions and Python's numbers as one."""
+    if isinstance(value, Value):
+        return value.linear
+    return Linear(Int32(0), value, abs(value)) if type(value) is int and abs(value) < LONGEST else None
+
+
 def _added(apply: Callable[[Any, Any], Any]) -> Callable[..., Value]:
     """Sums and differences, whose second operand a number may multiply."""
     plain, product = _arithmetic(apply), _arithmetic(operator.mul)
 
     def form(a: Any, b: Any, alpha: Any = 1) -> Value:
-        return plain(a, b if alpha == 1 else product(b, alpha))
+        b = b if alpha == 1 else product(b, alpha)
+        one, other = _as_linear(a), _as_linear(b)
+        if one is None or other is None:
+            return plain(a, b)
+        base, offset = apply(one.base, other.base), apply(one.offset, other.offset)
+        return Value(base + offset, torch.int32, Linear(base, offset, one.most + other.most))
 
     return form
 
@@ -274,24 +326,32 @@ FORMS: dict[str, Callable[..., Value]] = {
     "gelu": _gelu,
     "softplus": _softplus,
     "mish": lambda a: Value(a.number * _tanh(_softplus(a).number), a.dtype),
+    "sgn": _sign,
+    "fill": lambda a, value: cast(value, a.dtype) if isinstance(value, Value) else _literal(value, a.dtype),
+    "tanh_backward": lambda grad, out: Value(grad.number * (1.0 - out.number * out.number), out.dtype),
+    "sigmoid_backward": lambda grad, out: Value(grad.number * out.number * (1.0 - out.number), out.dtype),
+    "silu_backward": _silu_backward,
+    "gelu_backward": _gelu_backward,
+    "softplus_backward": _softplus_backward,
+    "threshold_backward": lambda grad, a, low: chosen(a.number <= low, _literal(0, a.dtype), grad),
 }
 """By an operator's name without its overload."""
 
 
 def evaluated(
-    text: str, inputs: Mapping[str, Value], tables: Sequence[Any], table_dtypes: Sequence[torch.dtype],
-    numbers: Sequence[Any],
-) -> Value:  # fmt: skip
-    """What a program gives for one score.
+    steps: Sequence[Step], results: Sequence[Ref], inputs: Mapping[str, Value], tables: Sequence[Any],
+    table_dtypes: Sequence[torch.dtype], numbers: Sequence[Any],
+) -> list[Value]:  # fmt: skip
+    """What steps give for one score.
 
     Args:
-        text: The program.
+        steps: Of a program, or of a derivative.
+        results: What of their values is asked for.
         inputs: By name.
         tables: Captured tensors as CuTe's; those of bool as of uint8, those without dimensions of one element.
         table_dtypes: What they are in PyTorch.
         numbers: Captured integers, Int32.
     """
-    program = parsed(text)
     values: dict[str, Value] = dict(inputs)
 
     def look_up(argument: Any) -> Any:
@@ -306,10 +366,9 @@ def evaluated(
                 values[name] = Value(numbers[place].to(Int64), torch.int64)
         return values[name]
 
-    for place, step in enumerate(program.steps):
+    for place, step in enumerate(steps):
         values[f"%{place}"] = _step(step, look_up, tables, table_dtypes)
-    found: Value = look_up(program.result)
-    return found
+    return [look_up(result) for result in results]
 
 
 def _step(
@@ -318,7 +377,7 @@ def _step(
     base, kwargs = step.base, dict(step.kwargs)
     if base == "index":
         place = int(step.args[0].name[1:])
-        index = [_in_bounds(look_up(ref), ref, tables[place].shape[dim]) for dim, ref in enumerate(step.args[1])]
+        index = [in_bounds(look_up(ref), ref, tables[place].shape[dim]) for dim, ref in enumerate(step.args[1])]
         return _loaded(tables[place], tuple(index), table_dtypes[place])
     if base in SAME:
         found: Value = look_up(step.args[0])
@@ -331,12 +390,17 @@ def _step(
     return FORMS[base](*map(look_up, step.args), **{name: look_up(value) for name, value in kwargs.items()})
 
 
-def _in_bounds(index: Value, ref: Ref, size: Any) -> Any:
-    """A position from the beginning: indices may count from the end."""
+def in_bounds(index: Value, ref: Ref, size: Any) -> Any:
+    """A position from the beginning: indices may count from the end.
+
+    A tile of scores may go on beyond the last query and key, where no score counts, but nothing else is to be read.
+    """
     number = index.number.to(Int32)
-    if ref.name in POSITION:
+    if ref.name in ("b", "h"):
         return number
-    return Int32(select_(number < 0, number + size, number))
+    if ref.name not in POSITION:
+        number = Int32(select_(number < 0, number + size, number))
+    return cutlass.min(number.to(Uint32), (Int32(size) - 1).to(Uint32)).to(Int32)
 
 
 def _loaded(table: cute.Tensor, index: tuple[Any, ...], dtype: torch.dtype) -> Value:
@@ -353,6 +417,10 @@ def _made(step: Step, look_up: Callable[[Any], Any], dtype: torch.dtype | None) 
     return _literal(literal(step), dtype)
 
 
-def position(b: Int32, h: Int32, q_idx: Int32, kv_idx: Int32) -> dict[str, Value]:
-    """A program's inputs but the score."""
-    return {name: Value(Int32(one), torch.int32) for name, one in zip(POSITION, (b, h, q_idx, kv_idx), strict=True)}
+def position(b: Int32, h: Int32, q_idx: tuple[Int32, int], kv_idx: tuple[Int32, int]) -> dict[str, Value]:
+    """A program's inputs but the score; what tells apart the queries and keys of a thread comes apart."""
+    pairs = (b, 0), (h, 0), q_idx, kv_idx
+    return {
+        name: Value(Int32(base) + offset, torch.int32, Linear(Int32(base), offset, LONGEST))
+        for name, (base, offset) in zip(POSITION, pairs, strict=True)
+    }

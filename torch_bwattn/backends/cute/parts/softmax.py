@@ -125,15 +125,31 @@ def step(
 
 
 @cute.jit
-def hopeful_step(scores: cute.Tensor, shifts: cute.Tensor, parts: cute.Tensor, c: Float32) -> Boolean:
+def start_rows(scores: cute.Tensor, shifts: cute.Tensor, c: Float32) -> None:
+    """Gives rows that have seen no key yet the shift of this tile, so that there is something to hope for."""
+    empty = Boolean(False)
+    for r in cutlass.range_constexpr(cute.size(shifts)):
+        empty = empty or (shifts[r] == -Float32.inf)
+    if cute.arch.vote_any_sync(empty):
+        for r in cutlass.range_constexpr(cute.size(shifts)):
+            own = row_maximum(scores, r) * c
+            shifts[r] = own if shifts[r] == -Float32.inf else shifts[r]
+
+
+@cute.jit
+def hopeful_step(
+    scores: cute.Tensor, shifts: cute.Tensor, parts: cute.Tensor, c: Float32, mods: cutlass.Constexpr
+) -> Boolean:
     """Turns a tile of scores into P by the shifts at hand; ``parts`` become the thread's sums of each row.
+
+    With ``mods`` a row may see no key of a whole tile, nor of those before.
 
     Returns:
         Whether a P may be above 2 ** SLACK, or is NaN, for a whole warp alike.
     """
     fits = Boolean(True)
     for r in cutlass.range_constexpr(cute.size(shifts)):
-        parts[r] = exponentials(scores, r, c, shifts[r])
+        parts[r] = exponentials(scores, r, c, shifts[r] if const_expr(not mods) else finite_shift(shifts[r]))
         fits = fits and (parts[r] <= 2.0**SLACK)
     return cute.arch.vote_any_sync(not fits)
 

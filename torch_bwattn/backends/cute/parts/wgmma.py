@@ -27,6 +27,15 @@ def issue(mma: cute.TiledMma, acc: cute.Tensor, a: cute.Tensor, b: cute.Tensor, 
     warpgroup.commit_group()
 
 
+ROW_STEP = 8
+"""From a thread's first row of an accumulator to its second."""
+
+
+def column_offset(column: int) -> int:
+    """From a thread's first column of an accumulator to another: it has two of every eight."""
+    return column // 2 * 8 + column % 2
+
+
 @cute.jit
 def to_operand(p: cute.Tensor, scores: cute.Tensor, dtype: cutlass.Constexpr) -> None:
     """Converts an fp32 accumulator into the register operand of the next product, pair by pair.
