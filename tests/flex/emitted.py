@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from torch_bwattn.backends import flex_blockwise
 from torch_bwattn.backends.flex_inputs import Mod
+from torch_bwattn.backends.helion import loader
 from torch_bwattn.mods.program import along, hoisted, run, vectors
 from torch_bwattn.mods.trace import traced
 
@@ -50,6 +51,7 @@ def _expected(kind, mod, scores, grads, grid):
 
 def check(mods, device="cpu"):
     """Evaluates all mods in one kernel; ``(kind, function)`` each."""
+    loader.load()
     from .many_mods import MOST_TABLES, SIDE, family
 
     sizes, grid = _grid(device)

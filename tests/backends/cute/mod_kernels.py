@@ -72,8 +72,9 @@ def visited_in_columns(
     """Writes how many tiles of queries of a head a tile of keys visits, the i-th, and whether it is masked."""
     kernel.flex = Flex(part_count, part_index, full_count, full_index, (), (), down, across, Float32(1.0))
     tile = Tile(n, Int32(0), head, Int32(0), m_tiles, Int32(0))
-    out[0] = kernel.counted_visits(tile, Int32(1))
-    m, masked = kernel.visited(tile, head, i)
+    of_head = kernel.of_head(tile, head)
+    out[0] = of_head.count
+    m, masked = kernel.visited(tile, head, of_head, i)
     out[1] = m
     out[2] = Int32(masked)
 

@@ -93,6 +93,13 @@ class Visit(NamedTuple):
     masked: Boolean | None = None
 
 
+class OfHead(NamedTuple):
+    """How many tiles of queries of a head are visited; of ``masked``, the first ones, mods hide some."""
+
+    count: Int32
+    masked: Int32 | None
+
+
 class Pipes(NamedTuple):
     """The rings; to be unpacked before use (:class:`.forward_sm90.Pipes`)."""
 
@@ -523,12 +530,12 @@ class Backward:
         """How many tiles of queries a tile of keys visits, of all heads."""
         return (tile.end - tile.begin) * group
 
-    def of_head(self, tile: Tile, head: Int32) -> Int32:
+    def of_head(self, tile: Tile, head: Int32) -> OfHead:
         """How many of them are of a query head."""
-        return tile.end - tile.begin
+        return OfHead(tile.end - tile.begin, None)
 
     @cute.jit
-    def visited(self, tile: Tile, head: Int32, i: Int32) -> tuple[Int32, Boolean | None]:
+    def visited(self, tile: Tile, head: Int32, of_head: OfHead, i: Int32) -> tuple[Int32, Boolean | None]:
         """The i-th of a query head, and whether mods hide some of it."""
         m = tile.start + i
         if m >= tile.end:
@@ -609,8 +616,9 @@ class Backward:
                 do_views = self.views(do, self.do_tile, shared.do, head, tile.batch)
                 lse_views = self.row_views(lse, shared.lse, head, tile.batch)
                 delta_views = self.row_views(delta, shared.delta, head, tile.batch)
-                for i in cutlass.range(self.of_head(tile, head), unroll=1):
-                    m, masked = self.visited(tile, head, i)
+                of_head = self.of_head(tile, head)
+                for i in cutlass.range(of_head.count, unroll=1):
+                    m, masked = self.visited(tile, head, of_head, i)
                     self.leave_visit(shared.visits, order, tile, group, head, m, masked, q_pipe, state)
                     self.load_with_rows(q, q_views, lse, lse_views, m, q_pipe, state)
                     if v_due:
@@ -902,7 +910,7 @@ class Backward:
         warpgroup.wait_group(0)
         self.gradients(values, parts, stage)
         self.share(values, parts, stage, shared.ds_written)
-        self.learn(products.s, values, at_hand, thread)
+        learned = self.learned(products.s, values, at_hand, thread)
         overlaps = more and not self.sloped  # slopes take the registers that this tile's products read
         p, ds, do_t = operands.p, operands.ds, operands.do_t[None, None, None, stage]
         if const_expr(not self.by_keys):
@@ -953,6 +961,7 @@ class Backward:
             self.issue_arrived(products.s, values.dp, operands.v, operands.do, do_pipe, ahead)
         if const_expr(own is not None):
             sums.hand_over(own, self.dq_elements, dq, slot, warp_group, thread % WARP_GROUP, self.by_warps)
+        self.add_learned(learned)
         if const_expr(not self.by_keys and overlaps):
             warpgroup.wait_group(2)
             self.release(q_pipe, state)
@@ -960,8 +969,12 @@ class Backward:
             at = self.visit_in(shared.visits, ahead.index, m, pair, first_key)
             self.exponentials(products.s, values, parts, ahead.index, c, cap, limits, at, thread)
 
-    def learn(self, mma: cute.TiledMma, values: Values, at: Visit, thread: Int32) -> None:
+    def learned(self, mma: cute.TiledMma, values: Values, at: Visit, thread: Int32) -> tuple[Any, ...]:
         """What else is made of a visit's dS, which is where dP was."""
+        return ()
+
+    def add_learned(self, learned: tuple[Any, ...]) -> None:
+        """Adds it in memory."""
 
     @cute.jit
     def issue_arrived(

@@ -19,7 +19,7 @@ from ...mods.program import INDEX_DTYPE, MAKES, POSITION, Program, Ref, call_ste
 from ...problem import dtype_name, suits_bulk_copies
 from ...target import target_of
 from ..flex_blocks import aligned, transposed
-from ..flex_inputs import MOST_TENSORS, FlexInputs, as_captured, joined, why_not_scalars, zeros_of
+from ..flex_inputs import MOST_TENSORS, BlockLists, FlexInputs, as_captured, joined, why_not_scalars, zeros_of
 from . import calls, configs, loader
 from .compile import KernelKey
 
@@ -215,6 +215,11 @@ def _launch(key: KernelKey, *arguments: Any) -> None:
     launch(*arguments)
 
 
+def _lists(x: FlexInputs, blocks: BlockLists | None) -> Iterator[Tensor | None]:
+    """Lists as kernels take them: unit last strides."""
+    return (one if one is None or one.stride(-1) == 1 else one.contiguous() for one in x.lists(blocks))
+
+
 def _held(tensors: Iterable[Tensor | None]) -> Iterator[Tensor | None]:
     """Captured tensors as kernels take them: bool as bytes."""
     return (one.view(torch.uint8) if one is not None and one.dtype == torch.bool else one for one in tensors)
@@ -230,7 +235,7 @@ def forward(x: FlexInputs) -> tuple[Tensor, Tensor, Tensor]:
     tensors, numbers = joined(x).slots()
     counter = None if x.blocks is None else torch.zeros(1, dtype=torch.int32, device=x.q.device)
     arguments = (
-        *calls.views_for_tma((x.q, x.k, x.v)), out, lse, float(x.scale), *x.lists(x.blocks), *_held(tensors), *numbers,
+        *calls.views_for_tma((x.q, x.k, x.v)), out, lse, float(x.scale), *_lists(x, x.blocks), *_held(tensors), *numbers,
         sizes[0] // config.tile_m, sizes[1] // config.tile_n, counter, calls.programs_of(x.q.device),
     )  # fmt: skip
     _launch(key_of(features_of(x), config), *arguments)
@@ -269,7 +274,7 @@ def backward(
     columns = None if x.blocks is None else transposed(x.blocks, q_len, x.k.shape[2])
     tensors, numbers = joined(x).slots()
     arguments = (
-        *calls.views_for_tma((x.q, x.k, x.v, do)), norm, delta, dk, dv, sums, float(x.scale), *x.lists(columns),
+        *calls.views_for_tma((x.q, x.k, x.v, do)), norm, delta, dk, dv, sums, float(x.scale), *_lists(x, columns),
         *_held(tensors), *numbers, sizes[0] // config.tile_m, sizes[1] // config.tile_n, *grads,
         *(None,) * (MOST_TENSORS - len(grads)), calls.programs_of(device),
     )  # fmt: skip

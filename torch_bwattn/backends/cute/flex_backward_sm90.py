@@ -15,8 +15,8 @@ has read the same (:mod:`.parts.learned`).
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import cuda.bindings.driver as cuda
 import cutlass
@@ -24,16 +24,17 @@ from cutlass import Boolean, Float32, Int32, const_expr, cute, pipeline
 from cutlass.cutlass_dsl import select_
 
 from ...mods.dependence import Along, along
-from .backward_sm90 import Backward, Tile, Values, Visit
+from .backward_sm90 import Backward, OfHead, Tile, Values, Visit
 from .configs import BackwardConfig, BackwardFeatures
 from .forward_sm90 import LOG2_E, Limits
-from .parts import learned, mods, queries, schedule, wgmma
+from .parts import learned as sums_of_warp
+from .parts import mods, queries, schedule, wgmma
 from .parts.flex import (
     At,
     Change,
     Flex,
     Mods,
-    add_if,
+    add_unless_0,
     derivative_of,
     fake_arguments,
     fake_grads,
@@ -51,6 +52,22 @@ def _shuffle(value: Float32, lane: Int32) -> Float32:
 
 def _choose(condition: Boolean, one: Float32, other: Float32) -> Float32:
     return Float32(select_(condition, one, other))
+
+
+def _chosen(number: Int32, values: Sequence[Float32], zero: Float32) -> Float32:
+    """The value of a number that only the lane knows; 0 beyond the last."""
+    found = zero
+    for own, value in enumerate(values):
+        found = _choose(number == own, value, found)
+    return found
+
+
+class Sum(NamedTuple):
+    """Something to add to the gradient of a captured tensor."""
+
+    table: int
+    offset: Int32
+    value: Float32
 
 
 class FlexBackward(Backward):
@@ -136,22 +153,17 @@ class FlexBackward(Backward):
         """The visits of a tile, of all heads."""
         total = Int32(0)
         for g in cutlass.range(group, unroll=1):
-            total = total + self.of_head(tile, tile.kv_head * group + g)
+            total = total + self.of_head(tile, tile.kv_head * group + g).count
         return total
 
-    def of_head(self, tile: Tile, head: Int32) -> Int32:
-        """How many tiles of queries of a head are visited."""
+    def of_head(self, tile: Tile, head: Int32) -> OfHead:
+        """How many tiles of queries of a head are visited, and of how many ``mask_mod`` decides."""
         if not self.mods.lists:
-            return tile.end
-        part, full = self.in_lists(tile, head)
-        return part + full
-
-    def in_lists(self, tile: Tile, head: Int32) -> tuple[Int32, Int32]:
-        """How many tiles of queries are listed: of which the mask decides, and whole ones."""
+            return OfHead(tile.end, tile.end if self.mods.mask_mod is not None else Int32(0))
         flex = self.flex
         part = self.tiles_in(flex.part_count, flex.part_index, tile, head)
         full = self.tiles_in(flex.full_count, flex.full_index, tile, head) if self.mods.full else Int32(0)
-        return part, full
+        return OfHead(part + full, part)
 
     @cute.jit
     def tiles_in(self, counts: cute.Tensor, index: cute.Tensor, tile: Tile, head: Int32) -> Int32:
@@ -167,28 +179,23 @@ class FlexBackward(Backward):
         return tiles
 
     @cute.jit
-    def visited(self, tile: Tile, head: Int32, i: Int32) -> tuple[Int32, Boolean]:
+    def visited(self, tile: Tile, head: Int32, of_head: OfHead, i: Int32) -> tuple[Int32, Boolean]:
         """The i-th tile of queries of a head, and whether ``mask_mod`` decides of it.
 
         Where there are few, each program begins at another one (:meth:`.Backward.tile_of`).
         """
-        part, count = Int32(0), tile.end
-        if const_expr(self.mods.lists):
-            part, full = self.in_lists(tile, head)
-            count = part + full
+        count, part = of_head
         place = i
         if count <= _APART:
             place = (i + tile.n * self.tile_n // self.tile_m) % cutlass.max(count, 1)
-        m, masked = place, Boolean(self.mods.mask_mod is not None)
-        if const_expr(self.mods.lists):
-            masked = place < part
-            if const_expr(self.mods.full):
-                if masked:
-                    m = self.listed(self.flex.part_index, tile, head, place)
-                else:
-                    m = self.listed(self.flex.full_index, tile, head, place - part)
-            else:
+        m, masked = place, place < part
+        if const_expr(self.mods.lists and self.mods.full):
+            if masked:
                 m = self.listed(self.flex.part_index, tile, head, place)
+            else:
+                m = self.listed(self.flex.full_index, tile, head, place - part)
+        elif const_expr(self.mods.lists):
+            m = self.listed(self.flex.part_index, tile, head, place)
         return m, masked
 
     def listed(self, index: cute.Tensor, tile: Tile, head: Int32, i: Int32) -> Int32:
@@ -270,47 +277,71 @@ class FlexBackward(Backward):
 
     # ------------------------------------------------------------------------------------------- what else is learned
 
-    def learn(self, mma: cute.TiledMma, values: Values, at: Visit, thread: Int32) -> None:
-        """Adds the gradients of what was read of learned tables, summed over a warp's scores first."""
+    def learned(self, mma: cute.TiledMma, values: Values, at: Visit, thread: Int32) -> tuple[Sum, ...]:
+        """Gradients of what was read of learned tables, summed over a warp's scores.
+
+        They are added at the end of the visit: a fence waits for additions that are under way, and until the next one
+        these have time: relative bias 37.5 ms where they were added at once. Those of single scores are too many to be
+        kept.
+        """
         if not self.mods.learned:
-            return
+            return ()
         of, ds = Mods(self.mods, self.flex), wgmma.rows_view(values.dp)
         rule = derivative_of(self.mods)
-        places = list(self.positions(mma, at, thread))
+        places = dict(self.positions(mma, at, thread))
+        found: list[Sum] = []
         for load in rule.loads:
-            part = {place: of.learned(load, ds[place], position) for place, position in places}
-            for condition, position, value in self.sums_of(along(rule.steps, load.index), part, dict(places)):
-                add_if((value != 0.0) & condition, of.address(load, position), value)
+            part = {place: of.learned(load, ds[place], position) for place, position in places.items()}
+            kind = along(rule.steps, load.index)
+            sums = (
+                Sum(load.captured, of.offset(load, position), value)
+                for position, value in self.sums_of(kind, part, places)
+            )
+            if kind is Along.SCORES:
+                self.add_learned(sums)
+            else:
+                found += sums
+        return tuple(found)
+
+    def add_learned(self, learned: Iterable[Sum]) -> None:
+        """Adds gradients of learned tables."""
+        for table, offset, value in learned:
+            add_unless_0(self.flex.grads[table].iterator, offset, value)
 
     def sums_of(
-        self, kind: Along, part: learned.Part, places: Mapping[tuple[int, int], At]
-    ) -> Iterator[tuple[Boolean, At, Float32]]:
-        """What a lane has to add, where, and whether; of keys and queries that do not exist it is 0."""
+        self, kind: Along, part: sums_of_warp.Part, places: Mapping[tuple[int, int], At]
+    ) -> Iterator[tuple[At, Float32]]:
+        """What a lane has to add, and where; 0 where another has, and of what does not exist."""
         lane = cute.arch.lane_idx()
-        c, g, columns = lane & 3, lane >> 2, len(part) // learned.ROWS
+        c, g, columns, zero = lane & 3, lane >> 2, len(part) // sums_of_warp.ROWS, Float32(0.0)
+        at = {name: value.number for name, value in places[0, 0].items()}
+
+        def place(query: Int32, key: Int32) -> At:
+            return mods.position(at["b"], at["h"], (query, 0), (key, 0))
+
         if kind is Along.NOTHING:
-            yield lane == 0, places[0, 0], learned.over_all(part, columns, lane, _shuffle)
+            total = sums_of_warp.over_all(part, columns, lane, _shuffle)
+            yield places[0, 0], _choose(lane == 0, total, zero)
         elif kind is Along.KEYS:
-            for r, value in enumerate(learned.by_keys(part, columns, lane, _shuffle)):
-                yield c == r, places[r, 0], value
+            of_keys = sums_of_warp.by_keys(part, columns, lane, _shuffle)
+            value = _chosen(c, of_keys, zero)
+            yield place(at["q_idx"], at["kv_idx"] + wgmma.ROW_STEP * c), value
         elif kind is Along.QUERIES:
-            for j, value in enumerate(learned.by_queries(part, columns, lane, _shuffle)):
-                yield g == j // 2 % 8, places[0, j], value
+            of_queries = sums_of_warp.by_queries(part, columns, lane, _shuffle)
+            for first in range(0, columns, 16):  # two of every eight queries, eight of these
+                for e in range(2):
+                    value = _chosen(g, of_queries[first + e : first + 16 : 2], zero)
+                    query = at["q_idx"] + wgmma.column_offset(first + e) + 8 * g
+                    yield place(query, at["kv_idx"]), value
         elif kind is Along.DISTANCE:
-            zero = Float32(0.0)
-            rho, sums = learned.by_distances(part, columns, lane, _shuffle, _choose, zero)
-            sums += [zero] * (-len(sums) % 4)
-            at = {name: value.number for name, value in places[0, 0].items()}
-            first = at["q_idx"] - at["kv_idx"] - (2 * c - g)  # the warp's
-            for number in range(0, len(sums), 4):
-                value = sums[number]
-                for other in range(1, 4):
-                    value = _choose(c == other, sums[number + other], value)
-                query = at["kv_idx"] + first + rho + 8 * (number + c - 2)
-                yield Boolean(True), mods.position(at["b"], at["h"], (query, 0), (at["kv_idx"], 0)), value
+            rho, of_distances = sums_of_warp.by_distances(part, columns, lane, _shuffle, _choose, zero)
+            distance = at["q_idx"] - at["kv_idx"] - (2 * c - g) + rho  # of the warp's first query and key, and rho
+            for number in range(0, len(of_distances), 4):
+                value = _chosen(c, of_distances[number : number + 4], zero)
+                yield place(at["kv_idx"] + distance + 8 * (number + c - 2), at["kv_idx"]), value
         else:
-            for place, value in part.items():
-                yield Boolean(True), places[place], value
+            for one, value in part.items():
+                yield places[one], value
 
     def weighed(self, p: Float32, slope: Float32) -> Float32:
         """P times the derivative, 0 where P is: the derivative may be no number there."""

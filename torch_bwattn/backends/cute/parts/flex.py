@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import cutlass
 import torch
-from cutlass import Boolean, Float32, Int32, Int64, cute
+from cutlass import Float32, Int32, cute
 from cutlass.cutlass_dsl import select_
 
 from ....mods.derivative import GRAD, Derivative, Load, of_scalars
@@ -34,7 +34,7 @@ Change = Callable[[Float32, At], Float32]
 class Flex(NamedTuple):
     """What of mods and lists is not code.
 
-    Lists are Int32 [B, Hq, R] and [B, Hq, R, C]: of a row of blocks which columns are visited, or of a column which
+    Lists are Int32 [B, Hq, R] and [B, Hq, R, C] with unit last strides: of a row of blocks which columns are visited, or of a column which
     rows. A block has ``down`` tiles of queries and ``across`` tiles of keys. ``grads``, Float32, are those of learned
     tables, to which the backward adds.
     """
@@ -62,16 +62,16 @@ def given(mods: ModFeatures | None) -> ModFeatures:
     return mods
 
 
-def _fake(kind: Any, rank: int) -> cute.Tensor:
+def _fake(kind: Any, rank: int, last: int | None = None) -> cute.Tensor:
     sizes = tuple(cute.sym_int() for _ in range(rank))
-    strides = tuple(cute.sym_int64() for _ in range(rank))
+    strides = (*(cute.sym_int64() for _ in range(rank - 1)), cute.sym_int64() if last is None else last)
     return cute.runtime.make_fake_tensor(kind, sizes, strides, assumed_align=kind.width // 8)
 
 
 def fake_arguments(features: ModFeatures) -> tuple[Any, ...]:
     """Lists, tables and numbers of any sizes and strides, for the compiler, and the tiles of a block."""
-    lists = [_fake(Int32, rank) if features.lists else None for rank in (3, 4)]
-    lists += [_fake(Int32, rank) if features.full else None for rank in (3, 4)]
+    lists = [_fake(Int32, rank, 1) if features.lists else None for rank in (3, 4)]
+    lists += [_fake(Int32, rank, 1) if features.full else None for rank in (3, 4)]
     tables = [_fake(_HELD[name], rank) for name, rank in features.tables]
     tables += [None] * (MOST_TENSORS - len(tables))
     numbers = [Int32(0)] * features.numbers + [None] * (MOST_NUMBERS - features.numbers)
@@ -104,9 +104,10 @@ def shown_if(condition: Any, score: Float32) -> Float32:
 
 
 @cute.jit
-def add_if(condition: Boolean, address: Int64, value: Float32) -> None:
+def add_unless_0(pointer: cute.Pointer, offset: Int32, value: Float32) -> None:
     """Adds a number in memory."""
-    if condition:
+    if value != 0.0:
+        address = (pointer + offset).toint()
         cute.arch.inline_ptx("red.relaxed.gpu.global.add.f32 [{$r0}], {$r1};", read_only_args=[address, value])
 
 
@@ -142,8 +143,8 @@ class Mods:
         (found,) = self._evaluated(derivative_of(self.features).steps, [load.gradient], inputs)
         return mods.cast(found, torch.float32).number
 
-    def address(self, load: Load, at: At) -> Int64:
-        """Where the gradient of a value that was read at a position is added."""
+    def offset(self, load: Load, at: At) -> Int32:
+        """Where the gradient of a value that was read at a position is added, in its table."""
         inputs = {**self.score(Float32(0.0)), GRAD: mods.Value(Float32(0.0), torch.float32), **at}
         found = self._evaluated(derivative_of(self.features).steps, load.index, inputs)
         grads = self.flex.grads[load.captured]
@@ -151,7 +152,7 @@ class Mods:
             mods.in_bounds(one, ref, grads.shape[dim])
             for dim, (one, ref) in enumerate(zip(found, load.index, strict=True))
         ]
-        return cute.domain_offset(tuple(index or [Int32(0)]), grads).iterator.toint()
+        return cute.crd2idx(tuple(index or [Int32(0)]), grads.layout).to(Int32)
 
     def masked(self, number: Float32, at: At) -> Float32:
         """A score, or -inf where ``mask_mod`` hides it."""
