@@ -66,7 +66,7 @@ def test_choices_for_other_sizes_are_near_the_best(monkeypatch):
         chosen = choose.unchecked_plan(problem).candidates[0].tunable
         if chosen in times:
             ratios.append(times[chosen] / min(times.values()))
-    assert len(ratios) > 150
+    assert len(ratios) > 250
     assert max(ratios) < 2.0
-    assert sum(ratio <= 1.05 for ratio in ratios) > 0.9 * len(ratios)
-    assert sum(ratio <= 1.15 for ratio in ratios) > 0.94 * len(ratios)
+    assert sum(ratio <= 1.05 for ratio in ratios) > 0.88 * len(ratios)
+    assert sum(ratio <= 1.15 for ratio in ratios) > 0.93 * len(ratios)

@@ -132,16 +132,16 @@ class AtenBackend(Backend):
     def _materialised(self, problem: Problem) -> Verdict:
         refusal = _refuse_all(problem) or materialised.refuse(problem)
         if refusal:
-            return no(refusal, "math")
+            return no(refusal, materialised.CONFIG)
         if materialised.within_bound(problem):
-            return yes("math")
-        return yes("math", last_resort=materialised.beyond_bound(problem))
+            return yes(materialised.CONFIG)
+        return yes(materialised.CONFIG, last_resort=materialised.beyond_bound(problem))
 
     def forward(self, problem: Problem, config: str = "") -> ForwardFn:
         if problem.target == "cpu":
             return lambda x: _cpu_forward(problem, x)
         name = self._kernel(problem, config)
-        if name == "math":
+        if name == materialised.CONFIG:
             return lambda x: materialised.forward(problem, x)
         kernel = _KERNELS[name]
         return lambda x: kernel.forward(problem, x)
@@ -150,7 +150,7 @@ class AtenBackend(Backend):
         if problem.target == "cpu":
             return lambda x, wanted: _cpu_backward(problem, x, wanted)
         name = self._kernel(problem, config)
-        if name == "math":
+        if name == materialised.CONFIG:
             return lambda x, wanted: materialised.backward(problem, x)
         kernel = _KERNELS[name]
         return lambda x, wanted: _cuda_backward(problem, kernel, x)

@@ -17,6 +17,9 @@ from ..layout import conform
 from ..problem import Problem
 from .base import BackwardInputs, ForwardInputs, Grads
 
+CONFIG = "math"
+"""What the backend calls it that has it."""
+
 
 def within_bound(problem: Problem) -> bool:
     """Whether the scores, ``[B, Hq, Sq, Skv]``, are no more than ``[B, Skv, Hq * D]``: an activation of the keys."""

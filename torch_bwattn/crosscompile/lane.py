@@ -189,7 +189,8 @@ def _flex_on_hopper(problem: Problem) -> Iterator[Compiled]:
     from ..backends.cute import calls, configs, flex, report
 
     x = _flex_inputs(problem.head_dim)
-    features, config = flex.backward_features_of(x), flex.config_of(x)
+    features = flex.backward_features_of(x)
+    config = configs.flex_forward(flex.features_of(x))
     of_backward = configs.flex_backward(features)
     keys = (flex.key_of(flex.features_of(x), config), config), (calls.backward_key(features, of_backward), of_backward)
     for key, chosen in keys:

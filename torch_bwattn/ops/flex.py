@@ -136,9 +136,10 @@ def _mods_key(backend: str, direction: str, x: FlexInputs) -> Hashable:
 
 @dataclasses.dataclass(frozen=True)
 class _Asked:
-    """What is asked for beside the call: in which direction, with which further results."""
+    """What is asked for beside the call: in which direction, of which pinned backend, with which further results."""
 
     direction: str
+    pin: str | None
     with_max_scores: bool = False
     wanted: Sequence[bool] = ()
 
@@ -160,14 +161,13 @@ _BY_KERNELS = (_HOPPER, _KERNELS)
 """Backends with kernels, the fastest first: CuTe's reach 1.2 to 1.9 times Triton's loops where both take a call."""
 
 
-def _backends(direction: str) -> Sequence[str]:
+def _backends(direction: str, pin: str | None) -> Sequence[str]:
     """Those that may run a call before PyTorch's operations do.
 
     Raises:
         UnsupportedProblem: One was pinned that has no such kernels.
     """
-    pin = pinned()
-    if pin in (None, "auto"):
+    if pin is None:
         return _BY_KERNELS
     if pin == _BLOCKWISE:
         return ()
@@ -187,17 +187,18 @@ def way(direction: str, x: FlexInputs, wanted: Sequence[bool]) -> str:
         x: The call.
         wanted: Of each captured tensor of ``score_mod``, whether it needs a gradient.
     """
-    asked = _Asked(direction, wanted=wanted if direction == "backward" else ())
+    pin = pinned()
+    asked = _Asked(direction, pin, wanted=wanted if direction == "backward" else ())
     reasons: list[tuple[str, str]] = []
-    for backend in _backends(direction):
+    for backend in _backends(direction, pin):
         reason = _why_not(backend, x, asked)
         if not reason:
             config = (cute_flex if backend == _HOPPER else helion_flex).words(direction, x)
             others = "".join(f"; not {other}, {why}" for other, why in reasons)
             return f"{backend}, {config}{others}"
         reasons.append((backend, reason))
-    if pinned() in _BY_KERNELS:
-        return f"refused by {pinned()}: {reasons[0][1]}"
+    if pin in _BY_KERNELS:
+        return f"refused by {pin}: {reasons[0][1]}"
     said = "; ".join(f"not {backend}, {reason}" for backend, reason in reasons)
     return f"{_BLOCKWISE}, in PyTorch's own operations; {said}" if said else f"{_BLOCKWISE}, which was pinned"
 
@@ -208,7 +209,7 @@ def _by_kernels(x: FlexInputs, asked: _Asked, runs: Mapping[str, Callable[[], _R
     Raises:
         UnsupportedProblem: They were pinned and do not take it, or a backend that has no such kernels.
     """
-    for backend in _backends(asked.direction):
+    for backend in _backends(asked.direction, asked.pin):
         reason = _why_not(backend, x, asked)
         if not reason:
             try:
@@ -217,7 +218,7 @@ def _by_kernels(x: FlexInputs, asked: _Asked, runs: Mapping[str, Callable[[], _R
                 reason = _refused[_mods_key(backend, asked.direction, x)] = str(error)
             except NotCompiled as error:  # while a CUDA graph is captured
                 reason = str(error)
-        if pinned() == backend:
+        if asked.pin == backend:
             nearest = _BLOCKWISE if backend == _KERNELS else _KERNELS
             raise UnsupportedProblem(f"flex_attention: backend {backend} was pinned: {reason}; nearest: {nearest}")
         log.debug("flex_attention %s does not run on %s: %s", asked.direction, backend, reason)
@@ -234,7 +235,7 @@ def forward(query: Tensor, key: Tensor, value: Tensor, scale: float, *rest: Any)
             _HOPPER: lambda: cute_flex.forward(x),
             _KERNELS: lambda: helion_flex.forward(x, with_max_scores=with_max_scores),
         }
-        taken = _by_kernels(x, _Asked("forward", with_max_scores), runs)
+        taken = _by_kernels(x, _Asked("forward", pinned(), with_max_scores), runs)
         backend, results = (_BLOCKWISE, flex_blockwise.forward(x)) if taken is None else taken
         primitive.count_call(backend)
         out, lse, most = results
@@ -256,7 +257,8 @@ def backward(
     *rest: Any,
 ) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
     """One backward on real tensors; a captured tensor's gradient that is not wanted is empty."""
-    mods, wanted = rest[:-1], list(rest[-1])
+    mods, (wanted, pin) = rest[:8], (*rest[8:], None)[:2]
+    pin = pinned() or pin
     x = inputs(query, key, value, scale, mods)
     options = _options(x)
     captured = mods[1]
@@ -265,14 +267,14 @@ def backward(
             _HOPPER: lambda: cute_flex.backward(x, grad_out, grad_lse, out, lse, wanted),
             _KERNELS: lambda: helion_flex.backward(x, grad_out, grad_lse, out, lse, wanted),
         }
-        taken = _by_kernels(x, _Asked("backward", wanted=wanted), runs)
+        taken = _by_kernels(x, _Asked("backward", pin, wanted=wanted), runs)
         grads = flex_blockwise.backward(x, grad_out, grad_lse, lse, wanted) if taken is None else taken[1]
         dq, dk, dv, found = grads
         return dq, dk, dv, [query.new_empty(0) if one is None else one for one in found]
     k, v = x.of_batch()
     dq, dk, dv, _, _ = primitive.backward(
         grad_out, grad_lse, query, k, v, None, out, lse, None, 0.0,
-        scale=scale, output_mask=[True, True, True, False, False], **options,
+        scale=scale, output_mask=[True, True, True, False, False], backend=pin, **options,
     )  # fmt: skip
     dk, dv = x.of_own_batch(dk, dv)
     zeros = [torch.zeros_like(one) if want else query.new_empty(0) for one, want in zip(captured, wanted, strict=True)]
@@ -290,7 +292,7 @@ def _fake_forward(query: Tensor, key: Tensor, value: Tensor, scale: float, *rest
 
 
 def _fake_backward(*args: Any) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
-    query, key, value, captured, wanted = *args[2:5], args[9], args[-1]
+    query, key, value, captured, wanted = *args[2:5], args[9], args[16]
     grads = [torch.empty_like(one, memory_format=torch.contiguous_format) if want else query.new_empty(0)
              for one, want in zip(captured, wanted, strict=True)]  # fmt: skip
     dq, dk, dv = (empty_like_order(like, like.shape[3]) for like in (query, key, value))
@@ -309,6 +311,7 @@ def _set_up(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Ten
     ctx.set_materialize_grads(False)
     ctx.counts = len(score_captured), len(mask_captured)
     ctx.rest = scale, score_mod, score_numbers, mask_mod, mask_numbers, sizes
+    ctx.pin = pinned()  # autograd may run the backward in a thread of its own
     ctx.save_for_backward(query, key, value, out, lse, *score_captured, *mask_captured, *lists)
 
 
@@ -337,7 +340,7 @@ def _differentiate(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None, _
     wanted = [tensor.requires_grad for tensor in score_captured]
     dq, dk, dv, found = torch.ops.bwattn.flex_backward(
         grad_out, grad_lse, query, key, value, out, lse, scale, score_mod, score_captured, score_numbers, mask_mod,
-        mask_captured, mask_numbers, lists, sizes, wanted,
+        mask_captured, mask_numbers, lists, sizes, wanted, ctx.pin,
     )  # fmt: skip
     captured = [one if want else None for one, want in zip(found, wanted, strict=True)]
     return (dq, dk, dv, None, None, captured, *none[2:])

@@ -48,7 +48,7 @@ SCHEMAS |= {
     ),
     "flex_backward": (
         f"(Tensor grad_out, Tensor? grad_lse, Tensor query, Tensor key, Tensor value, Tensor out, Tensor lse, "
-        f"float scale, {_MODS}, bool[] output_mask) "
+        f"float scale, {_MODS}, bool[] output_mask, str? backend=None) "
         "-> (Tensor grad_query, Tensor grad_key, Tensor grad_value, Tensor[] grads_captured)"
     ),
 }

@@ -54,8 +54,8 @@ class Key(NamedTuple):
         """How little a measurement for one key says of the other: doublings of what decides, and a price of the kinds.
 
         The number of programs decides, up to a few for each SM, and the number of queries; each counts twice as much as
-        that of keys. With each size of 219 entries measured on the H200 left out in turn, 91 % of the choices are
-        within 5 % of the best and 95 % within 15 %; nearly all others are few heads beside many keys, three doublings
+        that of keys. With each size of 282 entries measured on the H200 left out in turn, 89 % of the choices are
+        within 5 % of the best and 94 % within 15 %; nearly all others are few heads beside many keys, three doublings
         from what was measured, up to twice the best. Near entries averaged by distance choose no better.
         """
         price = _between_kinds(self.kind, other.kind)

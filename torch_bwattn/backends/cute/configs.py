@@ -382,6 +382,20 @@ def backward(problem: Problem) -> BackwardConfig:
     return _BACKWARD_64
 
 
+_FLEX = ForwardConfig(128, 128, 2, ping_pong=True, own_o=True)
+"""B4 H16 S8192 D128, sixteen documents / a prefix of 1024 / ALiBi / a table of distances, ms: 0.241 / 1.511 / 1.675 /
+5.001; without turns 0.244 / 1.488 / 1.800 / 4.788, without own_o 0.267 / 1.547 / 1.697 / 5.034, 128x64 and 3 stages
+0.256 / 1.630 / 1.878 / 5.372."""
+
+_FLEX_WIDE = ForwardConfig(128, 64, 2, ping_pong=True)
+"""Not timed: what has room, of tiles that divide blocks of 128 by 128."""
+
+
+def flex_forward(features: ForwardFeatures) -> ForwardConfig:
+    """The forward's config of a call with mods. Tiles divide blocks of 128 by 128, the usual ones."""
+    return _FLEX if max(features.head_dim, features.value_dim) <= 2 * SLAB else _FLEX_WIDE
+
+
 def flex_backward(features: BackwardFeatures) -> BackwardConfig:
     """The backward's config of a call with mods, which take registers as a soft cap does."""
     return _BACKWARD_WIDE if max(features.head_dim, features.value_dim) > 2 * SLAB else _BACKWARD_128

@@ -135,14 +135,19 @@ def not_emitted(
     for place, (dtype, rank) in enumerate(kinds):
         rank = rank if _is_indexed(program, place) else 0  # noqa: PLW2901 (one element stands for none dimensions)
         values[f"@{place}"] = torch.empty((2,) * rank, dtype=dtype, device="meta")
+    last: set[str] = set()  # gradients as the captured tensor's dtype has them, which are summed as they were
     if wanted is not None:
         try:
-            steps = of_scalars(text, [dtype for dtype, _ in kinds], wanted, numbers).steps
+            rule = of_scalars(text, [dtype for dtype, _ in kinds], wanted, numbers)
         except NotImplementedError as error:
             return str(error)
+        steps = rule.steps
+        last = {load.gradient.name for load in rule.loads} - {ref.name for step in steps for ref in refs(step)}
     for place, step in enumerate(steps):
         result = call_step(step, values)
         values |= named(place, result)
+        if step.base == "_to_copy" and f"%{place}" in last:
+            continue
         if step.base not in EMITTED and step.base not in MAKES:
             return step.op
         if step.base == "pow" and not (isinstance(step.args[1], (int, float)) and step.args[1] in range(1, 17)):
@@ -157,12 +162,6 @@ def not_emitted(
 
 def _is_indexed(program: Program, place: int) -> bool:
     return any(step.base == "index" and step.args[0].name == f"@{place}" for step in program.steps)
-
-
-def config_of(x: FlexInputs) -> configs.ForwardConfig:
-    """The forward's config of a call. Tiles divide blocks of 128 by 128, the usual ones."""
-    width = max(x.q.shape[3], x.v.shape[3])
-    return configs.ForwardConfig(128, 128 if width <= 128 else 64, 2, ping_pong=True, own_o=width <= 128)
 
 
 def _mods(x: FlexInputs, wanted: Sequence[bool] = ()) -> configs.ModFeatures:
@@ -180,7 +179,11 @@ def _mods(x: FlexInputs, wanted: Sequence[bool] = ()) -> configs.ModFeatures:
 
 def words(direction: str, x: FlexInputs) -> str:
     """The config that a call runs with."""
-    return str(config_of(x) if direction == "forward" else configs.flex_backward(backward_features_of(x)))
+    return str(
+        configs.flex_forward(features_of(x))
+        if direction == "forward"
+        else configs.flex_backward(backward_features_of(x))
+    )
 
 
 def features_of(x: FlexInputs) -> configs.ForwardFeatures:
@@ -227,7 +230,7 @@ def _held(tensors: Iterable[Tensor | None]) -> Iterator[Tensor | None]:
 
 def forward(x: FlexInputs) -> tuple[Tensor, Tensor, Tensor]:
     """``(out, lse, an empty tensor)`` of a call that :func:`why_not` has nothing against."""
-    config = config_of(x)
+    config = configs.flex_forward(features_of(x))
     x = aligned(x, (config.tile_m, config.tile_n))
     out = empty_like_order(x.q, x.v.shape[3])
     lse = torch.empty(x.q.shape[:3], dtype=torch.float32, device=x.q.device)
@@ -235,7 +238,8 @@ def forward(x: FlexInputs) -> tuple[Tensor, Tensor, Tensor]:
     tensors, numbers = joined(x).slots()
     counter = None if x.blocks is None else torch.zeros(1, dtype=torch.int32, device=x.q.device)
     arguments = (
-        *calls.views_for_tma((x.q, x.k, x.v)), out, lse, float(x.scale), *_lists(x, x.blocks), *_held(tensors), *numbers,
+        *calls.views_for_tma((x.q, x.k, x.v)), out, lse, float(x.scale),
+        *_lists(x, x.blocks), *_held(tensors), *numbers,
         sizes[0] // config.tile_m, sizes[1] // config.tile_n, counter, calls.programs_of(x.q.device),
     )  # fmt: skip
     _launch(key_of(features_of(x), config), *arguments)

@@ -34,9 +34,9 @@ Change = Callable[[Float32, At], Float32]
 class Flex(NamedTuple):
     """What of mods and lists is not code.
 
-    Lists are Int32 [B, Hq, R] and [B, Hq, R, C] with unit last strides: of a row of blocks which columns are visited, or of a column which
-    rows. A block has ``down`` tiles of queries and ``across`` tiles of keys. ``grads``, Float32, are those of learned
-    tables, to which the backward adds.
+    Lists are Int32 [B, Hq, R] and [B, Hq, R, C] with unit last strides: of a row of blocks which columns are visited,
+    or of a column which rows. A block has ``down`` tiles of queries and ``across`` tiles of keys. ``grads``, Float32,
+    are those of learned tables, to which the backward adds.
     """
 
     part_count: cute.Tensor | None
@@ -141,7 +141,7 @@ class Mods:
         """The gradient of a value that was read, by that of the score after a mod that only adds to scores."""
         inputs = {**self.score(Float32(0.0)), GRAD: mods.Value(grad, torch.float32), **at}
         (found,) = self._evaluated(derivative_of(self.features).steps, [load.gradient], inputs)
-        return mods.cast(found, torch.float32).number
+        return mods.cast(found, torch.float32).number  # 16-bit floats are Float32 too, so nothing was rounded
 
     def offset(self, load: Load, at: At) -> Int32:
         """Where the gradient of a value that was read at a position is added, in its table."""
