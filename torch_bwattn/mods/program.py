@@ -178,6 +178,15 @@ def literal(step: Step) -> Any:
     return step.args[0 if base == "scalar_tensor" else 1 if base in ("full", "full_like") else 2]
 
 
+def dtype_made(step: Step) -> torch.dtype | None:
+    """The dtype of what a step of :data:`MAKES` makes; None for that of its first argument."""
+    given: torch.dtype | None = dict(step.kwargs).get("dtype")
+    if given is not None or isinstance(step.args[0], Ref):
+        return given
+    number = step.args[1] if step.base == "full" else 0.0
+    return torch.bool if isinstance(number, bool) else torch.int64 if isinstance(number, int) else torch.float32
+
+
 def along(axes: Sequence[Tensor]) -> dict[str, Tensor]:
     """Vectors of positions by their names, each along its own of a grid's four dimensions."""
     return {

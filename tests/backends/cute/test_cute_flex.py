@@ -105,6 +105,7 @@ OPERATORS = {
     "activations": lambda s, b, h, q, k: s.relu() + s.sigmoid() + silu(s) + gelu(s, approximate="tanh"),
     "soft ones": lambda s, b, h, q, k: softplus(s) + softplus(s, beta=2.0, threshold=3.0) + mish(s),
     "literals": lambda s, b, h, q, k: torch.zeros_like(s) + torch.ones(()) * 2 + torch.tensor(3.0) * s,
+    "made integers": lambda s, b, h, q, k: s + (q + torch.full((), 3)) // torch.full((), 2) + torch.full((), 0.5),
     "tables": lambda s, b, h, q, k: s + _TABLE[h, -k - 1] + _LABELS[q] + _FLAGS[k],
     "dtypes": lambda s, b, h, q, k: (s.double() * 1.1).float() + (q - k).to(torch.int64) * 2 + (s > 0).int(),
     "fills": lambda s, b, h, q, k: s.masked_fill(q < k, -2.0) + torch.where(q < 5, 1.0, 2.0),

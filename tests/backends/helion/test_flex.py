@@ -37,6 +37,7 @@ _BIAS = torch.randn(4, 80, 90, generator=_GENERATOR)
 _OF_KEYS = torch.randn(90, 2, generator=_GENERATOR)[:, 0]
 _DOCUMENTS = torch.randint(3, (2, 90), generator=_GENERATOR)
 _HALF = torch.randn(4, 40, generator=_GENERATOR).half()
+_COLUMNS = torch.randint(80, (80, 3), generator=_GENERATOR)
 _TEMPERATURE = torch.tensor(0.7)
 
 
@@ -113,6 +114,9 @@ CASES = {
     "keys of one batch entry": Case(capped, causal, 16, kv_batch=1, heads=(2, 1)),
     "a negative scale": Case(None, causal, 32, scale=-0.4, widths=(8, 16)),
     "the least number": Case(lowest, lengths=(64, 48)),
+    "a table of what is in a column of another": Case(
+        lambda s, b, h, q, k: s + _BIAS[h, _COLUMNS[q, torch.full((), 1)], k]
+    ),
     "a table in half precision": Case(lambda s, b, h, q, k: s + _HALF[h, q] * (q - k), lengths=(37, 45)),
 }
 

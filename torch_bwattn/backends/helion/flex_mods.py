@@ -18,7 +18,7 @@ import helion.language as hl
 import torch
 
 from ...mods.derivative import GRAD, of_scalars
-from ...mods.program import MAKES, POSITION, SAME, Ref, Step, literal, named, operator, parsed
+from ...mods.program import MAKES, POSITION, SAME, Ref, Step, dtype_made, literal, named, operator, parsed
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -257,9 +257,7 @@ class _Values:
 
     def _made(self, step: Step) -> torch.Tensor:
         """A tile of a literal."""
-        like = step.args[0] if isinstance(step.args[0], Ref) else None
-        dtype = dict(step.kwargs).get("dtype") or (torch.float32 if like is None else self.of(like).dtype)
-        value = literal(step)
+        dtype, value = dtype_made(step) or self.of(step.args[0]).dtype, literal(step)
         if dtype == torch.bool:
             return hl.full([1, 1], int(bool(value)), dtype=torch.int32) != 0
         return hl.full([1, 1], value, dtype=dtype)

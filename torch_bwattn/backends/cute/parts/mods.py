@@ -16,7 +16,7 @@ import torch
 from cutlass import Boolean, Float32, Float64, Int32, Int64, Uint32, cute
 from cutlass.cutlass_dsl import select_
 
-from ....mods.program import MAKES, POSITION, SAME, Ref, Step, literal
+from ....mods.program import MAKES, POSITION, SAME, Ref, Step, dtype_made, literal
 
 LOG2_E = 1.4426950408889634
 LONGEST = 2**22
@@ -386,7 +386,7 @@ def _step(
         copied: Value = look_up(step.args[0])
         return cast(copied, kwargs["dtype"]) if "dtype" in kwargs else copied
     if base in MAKES:
-        return _made(step, look_up, kwargs.get("dtype"))
+        return _made(step, look_up)
     return FORMS[base](*map(look_up, step.args), **{name: look_up(value) for name, value in kwargs.items()})
 
 
@@ -410,11 +410,8 @@ def _loaded(table: cute.Tensor, index: tuple[Any, ...], dtype: torch.dtype) -> V
     return Value(value.to(kind_of(dtype)), dtype)
 
 
-def _made(step: Step, look_up: Callable[[Any], Any], dtype: torch.dtype | None) -> Value:
-    if dtype is None:
-        first = step.args[0]
-        dtype = look_up(first).dtype if isinstance(first, Ref) else torch.float32
-    return _literal(literal(step), dtype)
+def _made(step: Step, look_up: Callable[[Any], Any]) -> Value:
+    return _literal(literal(step), dtype_made(step) or look_up(step.args[0]).dtype)
 
 
 def position(b: Int32, h: Int32, q_idx: tuple[Int32, int], kv_idx: tuple[Int32, int]) -> dict[str, Value]:
