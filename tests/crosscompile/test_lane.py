@@ -41,6 +41,9 @@ def test_every_config_of_cute_is_compiled():
     described = [*lane.problems("sm_90a"), *lane.problems_of_cute()]
     described = [problem for problem in described if get_backend("cute").supports(problem)]
     used = {(configs.backward if problem.backward else configs.forward)(problem) for problem in described}
+    for width in lane._FLEX_WIDTHS:
+        used.add(configs.flex_forward(configs.ForwardFeatures("bfloat16", width, width)))
+        used.add(configs.flex_backward(configs.BackwardFeatures("bfloat16", width, width)))
     kinds = (configs.ForwardConfig, configs.BackwardConfig)
     assert {value for value in vars(configs).values() if isinstance(value, kinds)} <= used
 
@@ -49,7 +52,7 @@ def test_no_kernel_of_cute_is_compiled_twice():
     tasks = lane._tasks("sm_90a", ("cute",))
     compiled = [key for problem, _, names in tasks for key in lane._cute_keys(problem) if key.name in names]
     assert len(compiled) == len(set(compiled)) > 40
-    of_mods = {"flex_forward_sm90"}  # compiled by tasks of its own
+    of_mods = {"flex_forward_sm90", "flex_backward_sm90"}  # compiled by tasks of its own
     assert set(lane.PRODUCTS_IN_CODE) - of_mods <= {key.name for key in compiled}
 
 

@@ -6,8 +6,10 @@ import pytest
 import torch
 from torch.nn.attention.flex_attention import create_block_mask
 
+import torch_bwattn
 from torch_bwattn.mods.program import hoisted
 from torch_bwattn.mods.trace import traced
+from torch_bwattn.ops import flex as flex_op
 
 TABLE = torch.randn(2, 50)
 
@@ -82,3 +84,21 @@ def test_gradients_of_fp64():
 
     assert len(lists) == 4
     assert torch.autograd.gradcheck(call, (query, key, value, captured), fast_mode=True)
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_a_backward_obeys_the_pin_of_its_forward(compiled, monkeypatch):
+    asked, backends = [], flex_op._backends
+    monkeypatch.setattr(flex_op, "_backends", lambda *given: asked.append(given) or backends(*given))
+    query, key, value = (torch.randn(1, 2, 20, 8, requires_grad=True) for _ in range(3))
+
+    def attend(query, key, value):
+        return torch_bwattn.flex_attention(query, key, value, biased)
+
+    if compiled:
+        torch.compiler.reset()
+        attend = torch.compile(attend, backend="aot_eager", fullgraph=True)
+    with torch_bwattn.backend("reference"):
+        out = attend(query, key, value)
+    out.sum().backward()
+    assert asked == [("forward", "reference"), ("backward", "reference")]

@@ -43,6 +43,12 @@ class BlockLists:
     full_index: Tensor | None
     sizes: tuple[int, int]
 
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        """Counts and indices, in part, then whole if any are."""
+        some = (self.part_count, self.part_index, self.full_count, self.full_index)
+        return tuple(one for one in some if one is not None)
+
     @staticmethod
     def of(mask: BlockMask) -> BlockLists:
         """Those of a block mask."""

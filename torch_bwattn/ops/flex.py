@@ -9,16 +9,15 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-import weakref
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
-from torch.utils.weak import WeakIdKeyDictionary
 
 from ..backends import flex_blockwise
 from ..backends.cute import flex as cute_flex
+from ..backends.flex_blocks import remembered
 from ..backends.flex_inputs import BlockLists, FlexInputs, Mod
 from ..backends.helion import flex as helion_flex
 from ..errors import NotCompiled, UnsupportedProblem
@@ -75,32 +74,15 @@ def options_of(features: Features, q_len: int, kv_len: int) -> dict[str, Any] | 
     return None
 
 
-_agreeing: WeakIdKeyDictionary = WeakIdKeyDictionary()
-
-
 def lists_agree(blocks: BlockLists, features: Features, q_len: int, kv_len: int) -> bool:
-    """Whether lists visit what a mask shows, and count as whole only what it shows wholly.
-
-    It is remembered of the very tensors while nothing has changed them, as far as their versions tell.
-    """
-    lists = [blocks.part_count, blocks.part_index]
-    if blocks.full_count is not None and blocks.full_index is not None:
-        lists += [blocks.full_count, blocks.full_index]
-    has_versions = not any(one.is_inference() for one in lists)
-    key = (features, q_len, kv_len, blocks.sizes, *(one._version for one in lists if has_versions))
-    if lists[0].is_cuda and torch.cuda.is_current_stream_capturing():
+    """Whether lists visit what a mask shows, and count as whole only what it shows wholly; False during a capture."""
+    if blocks.part_index.is_cuda and torch.cuda.is_current_stream_capturing():
         return False  # what is in them at a replay is not known
-    found = _agreeing.get(lists[1]) if has_versions else None
-    if (
-        found is not None
-        and found[0] == key
-        and all(one() is other for one, other in zip(found[1], lists, strict=False))
-    ):
-        return bool(found[2])
-    agree = flex_blockwise.visits_what_shows(blocks, features.high, features.low, q_len, kv_len)
-    if has_versions:
-        _agreeing[lists[1]] = (key, [weakref.ref(one) for one in lists], agree)
-    return agree
+    return remembered(
+        blocks,
+        ("agree", features, q_len, kv_len),
+        lambda: flex_blockwise.visits_what_shows(blocks, features.high, features.low, q_len, kv_len),
+    )
 
 
 def route(

@@ -110,6 +110,8 @@ def test_spills_are_a_fault(reports):
     assert found.counts["STL"] > 0
     assert found.counts["LDL"] > 0
     assert any(fault.startswith(f"it spills: {found.frame_bytes} bytes") for fault in found.faults)
+    assert not any("spills" in fault for fault in found.faults_beside(found.frame_bytes))
+    assert any("spills" in fault for fault in found.faults_beside(found.frame_bytes - 1))
 
 
 def test_without_ptxas_a_report_says_so_and_is_not_clean(monkeypatch):

@@ -110,10 +110,14 @@ class KernelReport:
     @property
     def faults(self) -> tuple[str, ...]:
         """What must not be in a kernel that is to be fast, a sentence each; empty for a clean one."""
-        return tuple(self._faults())
+        return self.faults_beside(0)
 
-    def _faults(self) -> Iterator[str]:
-        if self.frame_bytes or self.counts["STL"] or self.counts["LDL"]:
+    def faults_beside(self, spilled_bytes: int) -> tuple[str, ...]:
+        """The same of a kernel that is known to spill so much."""
+        return tuple(self._faults(spilled_bytes))
+
+    def _faults(self, known: int) -> Iterator[str]:
+        if self.frame_bytes > known or (not known and (self.counts["STL"] or self.counts["LDL"])):
             spilled = f"{self.counts['STL']} STL, {self.counts['LDL']} LDL"
             yield f"it spills: {self.frame_bytes} bytes of local memory a thread, {spilled}"
         if self.serialized is None:
