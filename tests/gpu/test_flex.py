@@ -9,6 +9,7 @@ from torch.nn.attention import flex_attention as torch_flex
 from torch.nn.attention.flex_attention import AuxRequest, create_block_mask
 
 import torch_bwattn
+from tests.flex import drawn
 from tests.flex.dense import check, close, dense, operands, shown_by
 from tests.flex.drawn import MOST, Captured, masks, score_mods
 from tests.flex.emitted import check as check_many
@@ -96,7 +97,7 @@ def test_attention_gym_on_the_hopper_kernels(name, width, device):
             check(q_k_v, score_mod, lists, tolerance=3e-2)
 
 
-LENGTHS = [(128, 128), (1, 700), (700, 2), (333, 1000), (1025, 130)]
+LENGTHS = [(128, 128), (1, 700), (700, 1), (333, 1000), (1025, 130)]
 
 
 @_hopper
@@ -146,6 +147,35 @@ def test_learned_tables_on_the_hopper_kernels(name, listed, lengths, width, devi
         check(q_k_v, mod, lists, [table], enable_gqa=True, tolerance=3e-2)
 
 
+@_hopper
+@pytest.mark.parametrize("dtype", [BF16, torch.float16])
+def test_learned_factors_that_are_no_numbers_where_nothing_is_seen(dtype, device):
+    """Above the diagonal and beyond the last key; in tables of half precision, and without dimensions."""
+    length = 333
+    q_k_v = operands(4, length, kv_heads=2, width=64, dtype=dtype, device=device)
+    table = torch.randn(4, device=device, dtype=dtype).requires_grad_()
+    number = torch.randn((), device=device).requires_grad_()
+    lists = create_block_mask(lambda b, h, q, k: q >= k, None, None, length, length, device=device)
+
+    def score_mod(s, b, h, q, k):
+        return s + table[h] * (q - k).sqrt() + number * (length - k).log()
+
+    with torch_bwattn.backend("cute"):
+        check(q_k_v, score_mod, lists, [table, number], enable_gqa=True, tolerance=3e-2)
+
+
+@_hopper
+def test_learned_buckets_of_distances(device):
+    """A table of half precision that another one, of int64, points into; heads that see nothing."""
+    q_k_v = operands(4, 200, 300, kv_heads=2, width=128, dtype=BF16, device=device)
+    buckets = (torch.arange(499, device=device) - 299).abs().add(1).log2().long()
+    table = torch.randn(4, 9, device=device, dtype=BF16).requires_grad_()
+    lists = create_block_mask(lambda b, h, q, k: (h != 1) & (q + 50 >= k), None, 4, 200, 300, device=device)
+    with torch_bwattn.backend("cute"):
+        mod = lambda s, b, h, q, k: s + table[h, buckets[q - k + 299]]  # noqa: E731
+        check(q_k_v, mod, lists, [table], enable_gqa=True, tolerance=3e-2)
+
+
 @pytest.mark.parametrize("part", range(15))
 def test_drawn_mods_in_a_kernel(part, device):
     """Some 200 in each part, each with its derivative."""
@@ -161,8 +191,10 @@ def test_drawn_mods_in_a_kernel(part, device):
 
 @pytest.mark.parametrize("dtype", [torch.float32, BF16])
 @pytest.mark.parametrize("part", range(8))
-def test_drawn_calls(part, dtype, device):
+def test_drawn_calls(part, dtype, device, monkeypatch):
     half = dtype == BF16
+    for name in ("_FLAGS", "_LABELS", "_OF_HEADS"):
+        monkeypatch.setattr(drawn, name, getattr(drawn, name).to(device))
 
     @seed(part)
     @given(score_mods(), masks())
@@ -218,6 +250,10 @@ def test_max_scores_and_lse(device):
     close(out, wanted, 2e-2, "out")
     close(aux.lse, lse, 2e-3, "lse")
     close(aux.max_scores, most, 2e-3, "max_scores")
+    grad_out = torch.randn_like(out)
+    wanted_grads = torch.autograd.grad(wanted, q_k_v, grad_out.double())
+    for one, other in zip(torch.autograd.grad(out, q_k_v, grad_out), wanted_grads, strict=True):
+        close(one, other, 3e-2, "gradient")
 
 
 def test_a_hundred_lengths_are_one_graph_and_few_kernels(device):
@@ -270,6 +306,48 @@ def test_in_a_graph(device):
         q_k_v[0].normal_(generator=torch.Generator(device=device).manual_seed(number))
         graph.replay()
         close(out, dense(*q_k_v, None, shown_by(lists.mask_mod, *q_k_v[:2]))[0], 2e-2, f"out of replay {number}")
+
+
+@pytest.mark.parametrize("how", ["by hand", "reduce-overhead"])
+def test_a_backward_in_a_graph(how, device):
+    length = 400
+    q_k_v = operands(4, length, width=64, dtype=BF16, device=device)
+    documents = torch.arange(length, device=device) // 90
+    lists = create_block_mask(
+        lambda b, h, q, k: documents[q] == documents[k], None, None, length, length, device=device
+    )
+    grad_out = torch.randn(2, 4, length, 64, device=device, dtype=BF16)
+
+    def attend(q, k, v):
+        return torch_bwattn.flex_attention(q, k, v, _alibi(device, 4), lists)
+
+    def grads():
+        return torch.autograd.grad(attend(*q_k_v), q_k_v, grad_out)
+
+    if how == "by hand":
+        stream = torch.cuda.Stream()
+        with torch.cuda.stream(stream):
+            grads()
+        torch.cuda.current_stream().wait_stream(stream)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            found = grads()
+    else:
+        torch.compiler.reset()
+        attend = torch.compile(attend, mode="reduce-overhead", fullgraph=True)
+    for seed in range(4):
+        with torch.no_grad():
+            for one in q_k_v:
+                one.normal_(generator=torch.Generator(device=device).manual_seed(seed))
+        if how == "by hand":
+            graph.replay()
+        else:
+            torch.compiler.cudagraph_mark_step_begin()
+            found = grads()
+        shown = shown_by(lists.mask_mod, *q_k_v[:2])
+        wanted = torch.autograd.grad(dense(*q_k_v, _alibi(device, 4), shown)[0], q_k_v, grad_out.double())
+        for name, one, other in zip("qkv", found, wanted, strict=True):
+            close(one, other, 3e-2, f"gradient of {name}, {seed}")
 
 
 def test_gradients_repeat_in_deterministic_mode(device):

@@ -7,9 +7,8 @@ import torch
 from hypothesis import given, settings
 
 from tests.flex.drawn import masks
-from torch_bwattn.mods.dependence import Along, along
-from torch_bwattn.mods.program import along as on_axes
-from torch_bwattn.mods.program import evaluate
+from torch_bwattn.mods.dependence import Along, differs_by
+from torch_bwattn.mods.program import along, evaluate
 from torch_bwattn.mods.trace import traced
 
 _TABLE = torch.arange(100)
@@ -27,22 +26,24 @@ _TABLE = torch.arange(100)
         (lambda b, h, q, k: (5 - (k + 2)) + q > 3, Along.DISTANCE),
         (lambda b, h, q, k: (k - q > 3) & (q - k < h), Along.DISTANCE),
         (lambda b, h, q, k: q + k > 3, Along.SCORES),
+        (lambda b, h, q, k: torch.rsub(q, 5, alpha=-1) + k > 3, Along.SCORES),
+        (lambda b, h, q, k: torch.sub(q, k, alpha=2) > 3, Along.SCORES),
         (lambda b, h, q, k: 2 * q - k > 3, Along.SCORES),
         (lambda b, h, q, k: (q > 3) & (q - k < 2), Along.SCORES),
     ],
 )
 def test_kinds(mod, expected):
     program = traced(mod, "mask_mod").program
-    assert along(program.steps, [program.result]) is expected
+    assert differs_by(program.steps, [program.result]) is expected
 
 
 @given(masks())
 @settings(max_examples=60, deadline=None, derandomize=True, database=None)
 def test_values_differ_by_nothing_else(mask):
     found = traced(mask, "mask_mod")
-    kind = along(found.program.steps, [found.program.result])
+    kind = differs_by(found.program.steps, [found.program.result])
     sizes = (1, 2, 24, 24)
-    grid = on_axes([torch.arange(size) for size in sizes])
+    grid = along([torch.arange(size) for size in sizes])
     (values,) = evaluate(found.program.steps, [found.program.result], grid, found.captured, found.numbers)
     values = values.expand(sizes)
     if kind in (Along.NOTHING, Along.QUERIES):

@@ -86,6 +86,13 @@ def test_gradients_of_fp64():
     assert torch.autograd.gradcheck(call, (query, key, value, captured), fast_mode=True)
 
 
+def test_a_pinned_backend_without_such_kernels_is_explained():
+    query = torch.randn(1, 2, 20, 8)
+    with torch_bwattn.backend("aten"):
+        text = torch_bwattn.explain_flex_attention(query, query, query, biased)
+    assert "backend aten was pinned, which has no kernel" in text
+
+
 @pytest.mark.parametrize("compiled", [False, True])
 def test_a_backward_obeys_the_pin_of_its_forward(compiled, monkeypatch):
     asked, backends = [], flex_op._backends

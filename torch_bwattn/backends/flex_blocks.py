@@ -4,13 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import weakref
-from collections.abc import Callable, Hashable
-from typing import TypeVar
 
 import torch
 from torch import Tensor
-from torch.utils.weak import WeakIdKeyDictionary
 
 from ..mods.program import Program, Ref, Step
 from .flex_inputs import BlockLists, FlexInputs, Mod, visited
@@ -70,42 +66,10 @@ def _within(mask: Program, place: int, sizes: tuple[int, int]) -> Program:
     return Program((*mask.steps, *steps), Ref(f"%{first + 6}"))
 
 
-_Found = TypeVar("_Found")
-_remembered: WeakIdKeyDictionary = WeakIdKeyDictionary()
-
-
-def remembered(blocks: BlockLists, what: Hashable, find: Callable[[], _Found]) -> _Found:
-    """What depends on lists alone: found once for the very tensors and a stream, while nothing has changed them.
-
-    That is as far as their versions tell; inference tensors have none, and what is in lists at a replay of a CUDA graph
-    is not known, so that it is found anew then.
-    """
-    lists, device = blocks.tensors, blocks.part_index.device
-    on_cuda = device.type == "cuda"
-    if any(one.is_inference() for one in lists) or (on_cuda and torch.cuda.is_current_stream_capturing()):
-        return find()
-    stream = torch.cuda.current_stream(device).cuda_stream if on_cuda else 0
-    key, versions = (what, stream, blocks.sizes), tuple(one._version for one in lists)
-    of_tensor = _remembered.setdefault(blocks.part_index, {})
-    known = of_tensor.get(key)
-    if (
-        known is not None
-        and known[0] == versions
-        and all(one() is other for one, other in zip(known[1], lists, strict=False))
-    ):
-        found: _Found = known[2]
-        return found
-    found = find()
-    of_tensor[key] = versions, [weakref.ref(one) for one in lists], found
-    return found
-
-
 def transposed(blocks: BlockLists, q_len: int, kv_len: int) -> BlockLists:
-    """Of each column of blocks, which rows visit it, in order."""
-    return remembered(blocks, ("transposed", q_len, kv_len), lambda: _transposed(blocks, q_len, kv_len))
-
-
-def _transposed(blocks: BlockLists, q_len: int, kv_len: int) -> BlockLists:
+    """Of each column of blocks, which rows visit it, in order: as they came, or made of the rows."""
+    if blocks.columns is not None:
+        return blocks.columns
     part, full = (one[:, :, : -(-q_len // blocks.sizes[0])].mT for one in visited(blocks, kv_len))
     if blocks.full_count is None:
         return BlockLists(*_listed(part), None, None, blocks.sizes)
@@ -115,7 +79,7 @@ def _transposed(blocks: BlockLists, q_len: int, kv_len: int) -> BlockLists:
 def _listed(which: Tensor) -> tuple[Tensor, Tensor]:
     """Counts [.., R] and indices [.., R, C] of what is true of [.., R, C], in order."""
     index = which.to(torch.uint8).sort(dim=-1, descending=True, stable=True).indices
-    return which.sum(-1, dtype=torch.int32), index.to(torch.int32)
+    return which.sum(-1, dtype=torch.int32), index.to(torch.int32, memory_format=torch.contiguous_format)
 
 
 def _pooled(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -35,6 +36,7 @@ class BlockLists:
         full_count: How many are visited whole, or None for none.
         full_index: Which.
         sizes: Queries and keys of a block.
+        columns: Of each column of blocks, which rows visit it, in order, or None: they can be made of the others.
     """
 
     part_count: Tensor
@@ -42,12 +44,7 @@ class BlockLists:
     full_count: Tensor | None
     full_index: Tensor | None
     sizes: tuple[int, int]
-
-    @property
-    def tensors(self) -> tuple[Tensor, ...]:
-        """Counts and indices, in part, then whole if any are."""
-        some = (self.part_count, self.part_index, self.full_count, self.full_index)
-        return tuple(one for one in some if one is not None)
+    columns: BlockLists | None = None
 
     @staticmethod
     def of(mask: BlockMask) -> BlockLists:
@@ -90,6 +87,19 @@ class FlexInputs:
             for like, grad in ((self.k, dk), (self.v, dv))
         )
         return own_dk, own_dv
+
+    @functools.cached_property
+    def joined(self) -> Joined:
+        """The mods, joined."""
+        nothing = Mod(Program((), Ref("score")))
+        score, mask = self.score_mod or nothing, self.mask_mod or nothing
+        after = moved(mask.program, len(score.captured), len(score.numbers))
+        return Joined(
+            None if self.score_mod is None else score.program.text,
+            None if self.mask_mod is None else after.text,
+            tuple(tensor if tensor.dim() else tensor.view(1) for tensor in (*score.captured, *mask.captured)),
+            tuple(int(number) for number in (*score.numbers, *mask.numbers)),
+        )
 
     def lists(self, blocks: BlockLists | None) -> tuple[Tensor | None, ...]:
         """Lists as kernels take them, of the query's batch and heads: counts and indices in part, then whole."""
@@ -144,19 +154,6 @@ class Joined:
         return (*self.tensors, *(None,) * no_tensors), (*self.numbers, *(None,) * no_numbers)
 
 
-def joined(x: FlexInputs) -> Joined:
-    """The mods of a call, joined."""
-    nothing = Mod(Program((), Ref("score")))
-    score, mask = x.score_mod or nothing, x.mask_mod or nothing
-    after = moved(mask.program, len(score.captured), len(score.numbers))
-    return Joined(
-        None if x.score_mod is None else score.program.text,
-        None if x.mask_mod is None else after.text,
-        tuple(tensor if tensor.dim() else tensor.view(1) for tensor in (*score.captured, *mask.captured)),
-        tuple(int(number) for number in (*score.numbers, *mask.numbers)),
-    )
-
-
 def zeros_of(captured: Sequence[Tensor], wanted: Sequence[bool]) -> list[Tensor | None]:
     """What kernels add gradients of captured tensors to, in float32 or more; those without dimensions get one."""
     return [
@@ -193,7 +190,7 @@ def why_not_scalars(x: FlexInputs) -> str:
                 return f"its kernels read no captured tensors of {tensor.dtype} and shape {list(tensor.shape)}"
         if any(not -(2**31) <= int(number) < 2**31 for number in mod.numbers):
             return f"its kernels take captured integers of 32 bits, and {what} has others"
-    found = joined(x)
+    found = x.joined
     tensors, numbers = len(found.tensors) + (x.blocks is not None), len(found.numbers)  # lists may become a table
     if tensors > MOST_TENSORS or numbers > MOST_NUMBERS:
         return f"its kernels take {MOST_TENSORS} captured tensors and {MOST_NUMBERS} integers, got {tensors}, {numbers}"

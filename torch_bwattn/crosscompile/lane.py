@@ -190,8 +190,8 @@ def _flex_on_hopper(problem: Problem) -> Iterator[Compiled]:
 
     x = _flex_inputs(problem.head_dim)
     features = flex.backward_features_of(x)
-    config = configs.flex_forward(flex.features_of(x))
-    of_backward = configs.flex_backward(features)
+    config = configs.flex_forward(problem.head_dim)
+    of_backward = configs.flex_backward(problem.head_dim)
     keys = (flex.key_of(flex.features_of(x), config), config), (calls.backward_key(features, of_backward), of_backward)
     for key, chosen in keys:
         for found in report.compile_report(key, calls.build_of(key)):

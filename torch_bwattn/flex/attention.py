@@ -108,8 +108,7 @@ def explain_flex_attention(
     score = None if score_mod is None else traced(score_mod, "score_mod", lse_dtype(query.dtype))
     mask = None if blocks.mask_mod is noop_mask else traced(blocks.mask_mod, "mask_mod")
     mods = [_arguments(what, mod, query.device) for what, mod in (("score_mod", score), ("mask_mod", mask))]
-    lists = [one for one in blocks.fields[2:] if one is not None]
-    x = inputs(query, key, value, scale, (*mods[0], *mods[1], lists, list(blocks.fields[:2])))
+    x = inputs(query, key, value, scale, (*mods[0], *mods[1], *_lists(blocks.fields)))
     programs = tuple(None if mod is None else mod.program for mod in (score, mask))
     found = route(programs[0], programs[1], x.blocks, query.shape[2], key.shape[2])
     if isinstance(found, str):
@@ -127,7 +126,8 @@ def explain_flex_attention(
 class Blocks(NamedTuple):
     """A block mask's parts: what is data, and its mod."""
 
-    fields: tuple[Any, ...]  # () for no lists, else (queries of a block, keys of a block, 2 or 4 tensors)
+    fields: tuple[Any, ...]
+    """() for no lists, else queries and keys of a block, four lists of rows, and none or four of columns, or None."""
     mask_mod: Callable[..., Any]
 
 
@@ -146,11 +146,19 @@ def call(
     arguments: list[Any] = []
     for what, mod in (("score_mod", score_mod), ("mask_mod", mask_mod)):
         arguments += _arguments(what, mod, query.device)
-    sizes, lists = list(blocks[:2]), [one for one in blocks[2:] if one is not None]
+    lists, sizes = _lists(blocks)
     result: tuple[Tensor, Tensor, Tensor] = torch.ops.bwattn.flex_forward(
         query, key, value, scale, *arguments, lists, sizes, with_max_scores
     )
     return result
+
+
+def _lists(fields: Sequence[Any]) -> tuple[list[Tensor], list[int]]:
+    """The operators' lists, and their sizes: of a block, and how many lists are of rows."""
+    if not fields:
+        return [], []
+    of_rows, of_columns = ([one for one in some if one is not None] for some in (fields[2:6], fields[6:]))
+    return [*of_rows, *of_columns], [*fields[:2], len(of_rows)]
 
 
 def _arguments(what: str, mod: Traced | None, device: torch.device) -> list[Any]:
@@ -242,7 +250,8 @@ def _blocks(query: Tensor, key: Tensor, block_mask: BlockMask | None) -> Blocks:
     for one in (counts, index, block_mask.full_kv_num_blocks, block_mask.full_kv_indices):
         if one is not None and one.device != query.device:
             raise ValueError(_expected("block_mask", f"lists on {query.device}, the query's device", one.device))
-    rows = -(-query.shape[2] // block_mask.BLOCK_SIZE[0])
+    sizes = block_mask.BLOCK_SIZE
+    rows = -(-query.shape[2] // sizes[0])
     if counts.shape[-1] < rows or index.shape[-2] < rows:
         given_rows = min(counts.shape[-1], index.shape[-2])
         raise ValueError(_expected("block_mask", f"lists of {rows} rows of blocks or more", given_rows))
@@ -250,8 +259,27 @@ def _blocks(query: Tensor, key: Tensor, block_mask: BlockMask | None) -> Blocks:
     for name, size, most in zip(("batch", "heads"), given, query.shape[:2], strict=True):
         if size not in (1, most):
             raise ValueError(_expected("block_mask", f"{name} 1 or {most}, the query's", size))
-    lists = [
+    lists = _with_all_dims(counts, index, block_mask.full_kv_num_blocks, block_mask.full_kv_indices)
+    return Blocks((*sizes, *lists, *_columns(block_mask, rows, -(-key.shape[2] // sizes[1]))), mask_mod)
+
+
+def _columns(block_mask: BlockMask, rows: int, columns: int) -> list[Tensor | None]:
+    """What the mask lists of its columns, if it does, of all of these and of no more rows than there are."""
+    counts, index = block_mask.q_num_blocks, block_mask.q_indices
+    full_counts, full_index = block_mask.full_q_num_blocks, block_mask.full_q_indices
+    if counts is None or index is None or (block_mask.full_kv_num_blocks is None) != (full_counts is None):
+        return []
+    tensors = [one for one in (counts, index, full_counts, full_index) if one is not None]
+    if any(one.device != block_mask.kv_indices.device for one in tensors):
+        return []
+    if counts.shape[-1] < columns or index.shape[-1] != rows:
+        return []
+    return _with_all_dims(counts, index, full_counts, full_index)
+
+
+def _with_all_dims(*lists: Tensor | None) -> list[Tensor | None]:
+    """Counts [B, H, R] and indices [B, H, R, C], in turns, of lists that may lack their first dimensions."""
+    return [
         one if one is None or one.dim() == dims else one.view((1,) * (dims - one.dim()) + tuple(one.shape))
-        for dims, one in ((3, counts), (4, index), (3, block_mask.full_kv_num_blocks), (4, block_mask.full_kv_indices))
+        for dims, one in zip((3, 4, 3, 4), lists, strict=True)
     ]
-    return Blocks((*block_mask.BLOCK_SIZE, *lists), mask_mod)

@@ -34,7 +34,7 @@ _OF_TILE = _Known(Along.NOTHING, (0, 0))
 _INPUTS = {"q_idx": _Known(Along.QUERIES, (1, 0)), "kv_idx": _Known(Along.KEYS, (0, 1)), "b": _OF_TILE, "h": _OF_TILE}
 
 
-def along(steps: Sequence[Step], wanted: Sequence[Ref]) -> Along:
+def differs_by(steps: Sequence[Step], wanted: Sequence[Ref]) -> Along:
     """What a tuple of values differs by.
 
     Args:
@@ -63,9 +63,9 @@ def _joined(some: Sequence[Along]) -> Along:
 
 def _linear(step: Step, of: Callable[[Ref], _Known]) -> _Known | None:
     """A step that keeps a value linear in positions, or None."""
-    if step.base not in ("add", "sub", "rsub") or step.kwargs:
+    if step.base not in ("add", "sub", "rsub") or step.kwargs or len(step.args) > 2:  # beside a factor
         return None
-    one, other = ((of(arg) if isinstance(arg, Ref) else _OF_TILE).linear for arg in step.args[:2])
+    one, other = ((of(arg) if isinstance(arg, Ref) else _OF_TILE).linear for arg in step.args)
     if one is None or other is None:
         return None
     if step.base == "rsub":

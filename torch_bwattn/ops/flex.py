@@ -9,15 +9,16 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import weakref
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
+from torch.utils.weak import WeakIdKeyDictionary
 
 from ..backends import flex_blockwise
 from ..backends.cute import flex as cute_flex
-from ..backends.flex_blocks import remembered
 from ..backends.flex_inputs import BlockLists, FlexInputs, Mod
 from ..backends.helion import flex as helion_flex
 from ..errors import NotCompiled, UnsupportedProblem
@@ -30,7 +31,7 @@ from .schema import NAMESPACE, library
 
 log = logging.getLogger(__name__)
 
-_BLOCKWISE, _KERNELS, _HOPPER = "reference", "helion", "cute"
+_BLOCKWISE, _HELION, _CUTE = "reference", "helion", "cute"
 _Result = TypeVar("_Result")
 
 Mods = tuple[
@@ -51,12 +52,19 @@ def inputs(query: Tensor, key: Tensor, value: Tensor, scale: float, mods: Mods) 
     score_mod, score_captured, score_numbers, mask_mod, mask_captured, mask_numbers, lists, sizes = mods
     blocks = None
     if lists:
-        part_count, part_index, *full = lists
-        full_count, full_index = full or (None, None)
-        blocks = BlockLists(part_count, part_index, full_count, full_index, (int(sizes[0]), int(sizes[1])))
+        of_rows = int(sizes[2]) if len(sizes) > 2 else len(lists)
+        block = int(sizes[0]), int(sizes[1])
+        columns = _lists(lists[of_rows:], block) if len(lists) > of_rows else None
+        blocks = _lists(lists[:of_rows], block, columns)
     score = None if score_mod is None else Mod(parsed(score_mod), score_captured, score_numbers)
     mask = None if mask_mod is None else Mod(parsed(mask_mod), mask_captured, mask_numbers)
     return FlexInputs(query, key, value, scale, score, mask, blocks)
+
+
+def _lists(tensors: Sequence[Tensor], sizes: tuple[int, int], columns: BlockLists | None = None) -> BlockLists:
+    part_count, part_index, *full = tensors
+    full_count, full_index = full or (None, None)
+    return BlockLists(part_count, part_index, full_count, full_index, sizes, columns)
 
 
 def options_of(features: Features, q_len: int, kv_len: int) -> dict[str, Any] | None:
@@ -74,15 +82,32 @@ def options_of(features: Features, q_len: int, kv_len: int) -> dict[str, Any] | 
     return None
 
 
+_agreeing: WeakIdKeyDictionary = WeakIdKeyDictionary()
+
+
 def lists_agree(blocks: BlockLists, features: Features, q_len: int, kv_len: int) -> bool:
-    """Whether lists visit what a mask shows, and count as whole only what it shows wholly; False during a capture."""
-    if blocks.part_index.is_cuda and torch.cuda.is_current_stream_capturing():
+    """Whether lists visit what a mask shows, and count as whole only what it shows wholly.
+
+    It is remembered of the very tensors while nothing has changed them, as far as their versions tell.
+    """
+    lists = [blocks.part_count, blocks.part_index]
+    if blocks.full_count is not None and blocks.full_index is not None:
+        lists += [blocks.full_count, blocks.full_index]
+    has_versions = not any(one.is_inference() for one in lists)
+    key = (features, q_len, kv_len, blocks.sizes, *(one._version for one in lists if has_versions))
+    if lists[0].is_cuda and torch.cuda.is_current_stream_capturing():
         return False  # what is in them at a replay is not known
-    return remembered(
-        blocks,
-        ("agree", features, q_len, kv_len),
-        lambda: flex_blockwise.visits_what_shows(blocks, features.high, features.low, q_len, kv_len),
-    )
+    found = _agreeing.get(lists[1]) if has_versions else None
+    if (
+        found is not None
+        and found[0] == key
+        and all(one() is other for one, other in zip(found[1], lists, strict=False))
+    ):
+        return bool(found[2])
+    agree = flex_blockwise.visits_what_shows(blocks, features.high, features.low, q_len, kv_len)
+    if has_versions:
+        _agreeing[lists[1]] = (key, [weakref.ref(one) for one in lists], agree)
+    return agree
 
 
 def route(
@@ -108,14 +133,6 @@ def _options(x: FlexInputs) -> dict[str, Any] | None:
     return None if isinstance(found, str) else found
 
 
-_refused: dict[Hashable, str] = {}
-"""What kernels turned out not to take, by backend, direction and mods, and why."""
-
-
-def _mods_key(backend: str, direction: str, x: FlexInputs) -> Hashable:
-    return backend, direction, *(None if mod is None else mod.program.text for mod in (x.score_mod, x.mask_mod))
-
-
 @dataclasses.dataclass(frozen=True)
 class _Asked:
     """What is asked for beside the call: in which direction, of which pinned backend, with which further results."""
@@ -126,9 +143,18 @@ class _Asked:
     wanted: Sequence[bool] = ()
 
 
+_refused: dict[Hashable, str] = {}
+"""What kernels turned out not to take, and why."""
+
+
+def _refused_key(backend: str, x: FlexInputs, asked: _Asked) -> Hashable:
+    mods = (None if mod is None else mod.program.text for mod in (x.score_mod, x.mask_mod))
+    return backend, asked.direction, tuple(asked.wanted), x.q.dtype, x.q.shape[3], x.v.shape[3], *mods
+
+
 def _why_not(backend: str, x: FlexInputs, asked: _Asked) -> str:
     """Why a backend's kernels do not take a call; nothing where they do."""
-    if backend == _HOPPER:
+    if backend == _CUTE:
         reason = cute_flex.why_not(
             x, with_max_scores=asked.with_max_scores, backward=asked.direction == "backward", wanted=asked.wanted
         )
@@ -136,10 +162,10 @@ def _why_not(backend: str, x: FlexInputs, asked: _Asked) -> str:
         reason = "its kernels add gradients of captured tensors in no fixed order, and deterministic ones are asked for"
     else:
         reason = helion_flex.why_not(x)
-    return reason or _refused.get(_mods_key(backend, asked.direction, x), "")
+    return reason or _refused.get(_refused_key(backend, x, asked), "")
 
 
-_BY_KERNELS = (_HOPPER, _KERNELS)
+_BY_KERNELS = (_CUTE, _HELION)
 """Backends with kernels, the fastest first: CuTe's reach 1.2 to 1.9 times Triton's loops where both take a call."""
 
 
@@ -156,7 +182,7 @@ def _backends(direction: str, pin: str | None) -> Sequence[str]:
     if pin not in _BY_KERNELS:
         raise UnsupportedProblem(
             f"flex_attention {direction}: backend {pin} was pinned, which has no kernel for mods that are more than "
-            f"causality, windows and soft caps; nearest: {_KERNELS}"
+            f"causality, windows and soft caps; nearest: {_HELION}"
         )
     return (pin,)
 
@@ -168,14 +194,21 @@ def way(direction: str, x: FlexInputs, wanted: Sequence[bool]) -> str:
         direction: ``"forward"`` or ``"backward"``.
         x: The call.
         wanted: Of each captured tensor of ``score_mod``, whether it needs a gradient.
+
+    Returns:
+        The backend with its config, and why none before it; ``max_scores``, if asked for, may be another's.
     """
     pin = pinned()
     asked = _Asked(direction, pin, wanted=wanted if direction == "backward" else ())
     reasons: list[tuple[str, str]] = []
-    for backend in _backends(direction, pin):
+    try:
+        backends = _backends(direction, pin)
+    except UnsupportedProblem as error:
+        return f"refused: {error}"
+    for backend in backends:
         reason = _why_not(backend, x, asked)
         if not reason:
-            config = (cute_flex if backend == _HOPPER else helion_flex).words(direction, x)
+            config = (cute_flex if backend == _CUTE else helion_flex).words(direction, x)
             others = "".join(f"; not {other}, {why}" for other, why in reasons)
             return f"{backend}, {config}{others}"
         reasons.append((backend, reason))
@@ -197,11 +230,11 @@ def _by_kernels(x: FlexInputs, asked: _Asked, runs: Mapping[str, Callable[[], _R
             try:
                 return backend, runs[backend]()
             except UnsupportedProblem as error:
-                reason = _refused[_mods_key(backend, asked.direction, x)] = str(error)
+                reason = _refused[_refused_key(backend, x, asked)] = str(error)
             except NotCompiled as error:  # while a CUDA graph is captured
                 reason = str(error)
         if asked.pin == backend:
-            nearest = _BLOCKWISE if backend == _KERNELS else _KERNELS
+            nearest = _BLOCKWISE if backend == _HELION else _HELION
             raise UnsupportedProblem(f"flex_attention: backend {backend} was pinned: {reason}; nearest: {nearest}")
         log.debug("flex_attention %s does not run on %s: %s", asked.direction, backend, reason)
     return None
@@ -214,8 +247,8 @@ def forward(query: Tensor, key: Tensor, value: Tensor, scale: float, *rest: Any)
     options = None if with_max_scores else _options(x)
     if options is None:
         runs = {
-            _HOPPER: lambda: cute_flex.forward(x),
-            _KERNELS: lambda: helion_flex.forward(x, with_max_scores=with_max_scores),
+            _CUTE: lambda: cute_flex.forward(x),
+            _HELION: lambda: helion_flex.forward(x, with_max_scores=with_max_scores),
         }
         taken = _by_kernels(x, _Asked("forward", pinned(), with_max_scores), runs)
         backend, results = (_BLOCKWISE, flex_blockwise.forward(x)) if taken is None else taken
@@ -246,8 +279,8 @@ def backward(
     captured = mods[1]
     if options is None:
         runs = {
-            _HOPPER: lambda: cute_flex.backward(x, grad_out, grad_lse, out, lse, wanted),
-            _KERNELS: lambda: helion_flex.backward(x, grad_out, grad_lse, out, lse, wanted),
+            _CUTE: lambda: cute_flex.backward(x, grad_out, grad_lse, out, lse, wanted),
+            _HELION: lambda: helion_flex.backward(x, grad_out, grad_lse, out, lse, wanted),
         }
         taken = _by_kernels(x, _Asked("backward", pin, wanted=wanted), runs)
         grads = flex_blockwise.backward(x, grad_out, grad_lse, lse, wanted) if taken is None else taken[1]

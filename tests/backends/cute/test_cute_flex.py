@@ -220,6 +220,22 @@ def test_refusals(on_hopper):
     assert flex.why_not(inputs_of(OPERATORS["tables"], band, 128)) == ""
 
 
+def test_refusals_of_a_backward(on_hopper, monkeypatch):
+    def why_not(score, wanted=()):
+        return flex.why_not(inputs_of(score, causal), backward=True, wanted=wanted)
+
+    bias, wide = _TABLE.clone().requires_grad_(), _TABLE.double().requires_grad_()
+    assert why_not(lambda s, b, h, q, k: s + bias[h, q] / 2, [True]) == ""
+    assert why_not(lambda s, b, h, q, k: s * bias[h, q], [False]) == ""
+    assert "only adds to scores" in why_not(lambda s, b, h, q, k: s * bias[h, q], [True])
+    assert "one is float64" in why_not(lambda s, b, h, q, k: s + wide[h, q], [True])
+    assert "digamma" in why_not(lambda s, b, h, q, k: s + torch.special.digamma(bias[h, q]), [True])
+    monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
+    assert "no fixed order" in why_not(alibi)
+    monkeypatch.setattr(flex, "_LONGEST", 200)
+    assert "up to 200" in why_not(alibi)
+
+
 def _why_not_elsewhere(x):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(flex, "target_of", lambda device: "sm_80")
@@ -246,6 +262,32 @@ def test_the_launch_is_what_was_compiled(block, monkeypatch):
     assert len(mods.tables) == 4 + (block == 32)
     assert out.shape == x.q.shape
     assert lse.shape == x.q.shape[:3]
+
+
+@pytest.mark.parametrize("block", [None, 128, 32])
+def test_the_launches_of_a_backward_are_what_was_compiled(block, monkeypatch):
+    launched = []
+    monkeypatch.setattr(calls, "launch_of", lambda key: lambda *arguments: launched.append((key, arguments)))
+    monkeypatch.setattr(calls, "programs_of", lambda device: 132)
+    x = inputs_of(OPERATORS["tables"], band, block)
+    out, lse = torch.zeros_like(x.q), torch.zeros(x.q.shape[:3])
+    torch.set_default_dtype(torch.float64)  # in which nothing is made
+    try:
+        *grads, of_captured = flex.backward(x, out, None, out, lse, [True, False, False])
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert [key.name for key, _ in launched] == ["backward_preprocess", "flex_backward_sm90", "backward_postprocess"]
+    for key, arguments in launched:
+        _, fakes = calls.build_of(key)()
+        assert len(arguments) == len(fakes) - 1
+        for one, fake in zip(arguments, fakes, strict=False):
+            assert (one is None) == (fake is None)
+            assert isinstance(one, torch.Tensor) == hasattr(fake, "shape")
+            if isinstance(one, torch.Tensor):
+                assert one.dim() == len(fake.shape)
+                assert flex.dtype_name(one.dtype) in str(fake.element_type).lower() or one.dtype == torch.uint8
+    assert [one.shape for one in grads] == [x.q.shape, x.k.shape, x.v.shape]
+    assert [None if one is None else one.shape for one in of_captured] == [_TABLE.shape, None, None]
 
 
 def test_a_pinned_backend_says_what_it_does_not_take():

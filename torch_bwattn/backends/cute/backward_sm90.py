@@ -46,7 +46,7 @@ _REGISTERS = (24, 240)
 _STAGES = 2
 _WORDS = 4  # that may be left with a visit's Q
 _BOTH = 3  # that joins both groups
-_APART = 16  # tiles of queries up to which programs of one head start their visits apart
+APART = 16  # tiles of queries up to which programs of one head start their visits apart
 _ADDERS = 1  # the first of the warps beside the producer that add a group's dQ
 
 
@@ -507,7 +507,7 @@ class Backward:
         start = seen.begin
         if const_expr(not self.features.deterministic):
             count, apart = seen.end - seen.begin, cutlass.max(n * self.tile_n // self.tile_m - seen.begin, 0)
-            start += apart % cutlass.max(count, 1) * Int32(count <= _APART)
+            start += apart % cutlass.max(count, 1) * Int32(count <= APART)
         return Tile(n, tile.batch, tile.kv_head, seen.begin, seen.end, start)
 
     @cute.jit
@@ -910,7 +910,7 @@ class Backward:
         warpgroup.wait_group(0)
         self.gradients(values, parts, stage)
         self.share(values, parts, stage, shared.ds_written)
-        learned = self.learned(products.s, values, at_hand, thread)
+        self.learn(products.s, values, at_hand, thread)
         overlaps = more and not self.sloped  # slopes take the registers that this tile's products read
         p, ds, do_t = operands.p, operands.ds, operands.do_t[None, None, None, stage]
         if const_expr(not self.by_keys):
@@ -961,7 +961,6 @@ class Backward:
             self.issue_arrived(products.s, values.dp, operands.v, operands.do, do_pipe, ahead)
         if const_expr(own is not None):
             sums.hand_over(own, self.dq_elements, dq, slot, warp_group, thread % WARP_GROUP, self.by_warps)
-        self.add_learned(learned)
         if const_expr(not self.by_keys and overlaps):
             warpgroup.wait_group(2)
             self.release(q_pipe, state)
@@ -969,12 +968,8 @@ class Backward:
             at = self.visit_in(shared.visits, ahead.index, m, pair, first_key)
             self.exponentials(products.s, values, parts, ahead.index, c, cap, limits, at, thread)
 
-    def learned(self, mma: cute.TiledMma, values: Values, at: Visit, thread: Int32) -> tuple[Any, ...]:
+    def learn(self, mma: cute.TiledMma, values: Values, at: Visit, thread: Int32) -> None:
         """What else is made of a visit's dS, which is where dP was."""
-        return ()
-
-    def add_learned(self, learned: tuple[Any, ...]) -> None:
-        """Adds it in memory."""
 
     @cute.jit
     def issue_arrived(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -72,6 +73,7 @@ def launch_of(key: KernelKey) -> Any:
     return launch
 
 
+@lru_cache(maxsize=64)
 def programs_of(device: torch.device) -> int:
     """How many programs a kernel that walks over tiles has: one for each SM."""
     return torch.cuda.get_device_properties(device).multi_processor_count
@@ -154,21 +156,36 @@ class Forward:
             self._counter = torch.zeros if self._counts else torch.empty
 
 
+@lru_cache(maxsize=1024)
 def preprocess_key(features: configs.BackwardFeatures, *, wide: bool, lse_grad: bool) -> KernelKey:
     """What decides the code that prepares a backward; ``wide``: O and dO have contiguous, aligned rows."""
     return KernelKey("backward_preprocess", ARCH, (features.dtype, features.value_dim, wide, lse_grad))
 
 
+@lru_cache(maxsize=1024)
 def backward_key(features: configs.BackwardFeatures, config: configs.BackwardConfig) -> KernelKey:
     """What decides the code of a backward's main kernel."""
     name = "backward_sm90" if features.mods is None else "flex_backward_sm90"
     return KernelKey(name, ARCH, (features, config))
 
 
+@lru_cache(maxsize=1024)
 def postprocess_key(features: configs.BackwardFeatures, config: configs.BackwardConfig) -> KernelKey:
     """What decides the code that finishes dQ."""
     finish = configs.postprocess(features, config)
     return KernelKey("backward_postprocess", ARCH, (features.dtype, features.head_dim, finish, False, False))
+
+
+def backward_launches(
+    features: configs.BackwardFeatures, config: configs.BackwardConfig, *, wide: bool, lse_grad: bool
+) -> tuple[Any, Any, Any]:
+    """What prepares a backward, its main kernel, and what finishes dQ.
+
+    Raises:
+        NotCompiled: One of them has not run yet, and a CUDA graph is being captured.
+    """
+    prepare = launch_of(preprocess_key(features, wide=wide, lse_grad=lse_grad))
+    return prepare, launch_of(backward_key(features, config)), launch_of(postprocess_key(features, config))
 
 
 class Backward:
@@ -224,10 +241,5 @@ class Backward:
         left = None if problem.low_diagonal is None else -problem.low_diagonal
         programs = programs_of(x.q.device)
         self._options = problem.scale, problem.softcap, problem.diagonal, left, programs
-        keys = (
-            preprocess_key(features, wide=suits_bulk_copies(x.out), lse_grad=problem.lse_grad),
-            backward_key(features, config),
-            postprocess_key(features, config),
-        )
-        prepare, main, finish = map(launch_of, keys)
-        self._launches = prepare, main, finish
+        wide = suits_bulk_copies(x.out)
+        self._launches = backward_launches(features, config, wide=wide, lse_grad=problem.lse_grad)

@@ -71,6 +71,10 @@ _functions: dict[str, Callable[..., None]] = {}
 _lock = threading.RLock()
 
 
+class DoesNotCompile(RuntimeError):
+    """The compiler refuses a kernel."""
+
+
 @dataclasses.dataclass(frozen=True)
 class KernelKey:
     """All that decides a kernel's code; equal keys mean the same code, in every process and on disk.
@@ -113,7 +117,7 @@ def compiled(key: KernelKey, build: Build) -> Callable[..., None]:
 
     Raises:
         ImportError: CuTe-DSL is missing (:func:`.loader.why_missing`).
-        RuntimeError: The kernel does not compile.
+        DoesNotCompile: The compiler refuses the kernel.
     """
     function = _functions.get(key.text)
     return _missed(key, build) if function is None else function
@@ -139,7 +143,7 @@ def compile_object(key: KernelKey, build: Build, options: str = "") -> Any:
 
     Raises:
         ImportError: CuTe-DSL is missing.
-        RuntimeError: The kernel does not compile.
+        DoesNotCompile: The compiler refuses the kernel.
     """
     with _lock:
         loader.load()
@@ -155,7 +159,7 @@ def compile_object(key: KernelKey, build: Build, options: str = "") -> Any:
                 no_jit_engine=True,  # the object is exported and loaded, so an engine of its own is 0.1 s for nothing
             )
         except Exception as error:
-            raise RuntimeError(
+            raise DoesNotCompile(
                 f"{key.name} does not compile for {key.arch} ({type(error).__name__}: {error}); key: {key.text}"
             ) from error
         log.info("compiled %s for %s in %.2f s", key.name, key.arch, time.perf_counter() - start)

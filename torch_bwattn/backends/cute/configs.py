@@ -391,14 +391,14 @@ _FLEX_WIDE = ForwardConfig(128, 64, 2, ping_pong=True)
 """Not timed: what has room, of tiles that divide blocks of 128 by 128."""
 
 
-def flex_forward(features: ForwardFeatures) -> ForwardConfig:
+def flex_forward(width: int) -> ForwardConfig:
     """The forward's config of a call with mods. Tiles divide blocks of 128 by 128, the usual ones."""
-    return _FLEX if max(features.head_dim, features.value_dim) <= 2 * SLAB else _FLEX_WIDE
+    return _FLEX if width <= 2 * SLAB else _FLEX_WIDE
 
 
-def flex_backward(features: BackwardFeatures) -> BackwardConfig:
+def flex_backward(width: int) -> BackwardConfig:
     """The backward's config of a call with mods, which take registers as a soft cap does."""
-    return _BACKWARD_WIDE if max(features.head_dim, features.value_dim) > 2 * SLAB else _BACKWARD_128
+    return _BACKWARD_WIDE if width > 2 * SLAB else _BACKWARD_128
 
 
 def backward_choices(problem: Problem) -> tuple[BackwardConfig, ...]:

@@ -6,22 +6,24 @@ Kernels and their language load at the first call, and not even then where the k
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import lru_cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ...errors import NotCompiled, UnsupportedProblem
+from ...errors import UnsupportedProblem
 from ...layout import empty_like_order
 from ...mods.derivative import GRAD, of_scalars
 from ...mods.program import INDEX_DTYPE, MAKES, POSITION, Program, Ref, call_step, named, parsed, refs
 from ...problem import dtype_name, suits_bulk_copies
 from ...target import target_of
+from .. import flex_blockwise
 from ..flex_blocks import aligned, transposed
-from ..flex_inputs import MOST_TENSORS, BlockLists, FlexInputs, as_captured, joined, why_not_scalars, zeros_of
+from ..flex_inputs import MOST_TENSORS, BlockLists, FlexInputs, as_captured, why_not_scalars, zeros_of
 from . import calls, configs, loader
-from .compile import KernelKey
+from .compile import DoesNotCompile, KernelKey
 
 EMITTED = {
     "__lshift__", "__rshift__", "_to_copy", "abs", "add", "alias", "bitwise_and", "bitwise_not", "bitwise_or",
@@ -73,13 +75,11 @@ def why_not(
     if with_max_scores:
         return "its kernels write no max_scores"
     if backward and torch.are_deterministic_algorithms_enabled():
-        return "its kernels add dQ of lists in no fixed order, and deterministic ones are asked for"
-    if backward and x.k.shape[2] == 1:
-        return "with one key gradients of queries are exactly 0, which its kernels' are not"
+        return "its kernels add dQ in no fixed order, and deterministic ones are asked for"
     reason = why_not_scalars(x)
     if reason:
         return reason
-    found = joined(x)
+    found = x.joined
     kinds = tuple((tensor.dtype, tensor.dim()) for tensor in found.tensors)
     for what, text in (("score_mod", found.score_mod), ("mask_mod", found.mask_mod)):
         if text is None:
@@ -103,6 +103,9 @@ def not_learned(text: str, kinds: tuple[tuple[torch.dtype, int], ...], numbers: 
     """Why the kernels give no gradients of captured tensors; nothing where they do."""
     if any(kinds[place][0] == torch.float64 for place in wanted):
         return "its kernels sum gradients of captured tensors in float32, and one is float64"
+    reason = not_emitted(text, kinds, numbers, wanted)
+    if reason:
+        return f"its kernels have no form of what gradients of captured tensors need: {reason}"
     rule = of_scalars(text, [dtype for dtype, _ in kinds], wanted, numbers)
     read = {"score"}
     for place, step in enumerate(rule.steps):
@@ -112,7 +115,7 @@ def not_learned(text: str, kinds: tuple[tuple[torch.dtype, int], ...], numbers: 
         return (
             "its kernels give gradients of captured tensors where score_mod only adds to scores what it makes of them"
         )
-    return not_emitted(text, kinds, numbers, wanted)
+    return ""
 
 
 @lru_cache(maxsize=1024)
@@ -130,7 +133,7 @@ def not_emitted(
     program = parsed(text)
     steps = program.steps
     values: dict[str, Any] = {name: torch.empty((), dtype=INDEX_DTYPE, device="meta") for name in POSITION}
-    values["score"] = values[GRAD] = torch.empty((), device="meta")
+    values["score"] = values[GRAD] = torch.empty((), dtype=torch.float32, device="meta")
     values |= {f"#{place}": torch.empty((), dtype=torch.int64, device="meta") for place in range(numbers)}
     for place, (dtype, rank) in enumerate(kinds):
         rank = rank if _is_indexed(program, place) else 0  # noqa: PLW2901 (one element stands for none dimensions)
@@ -165,7 +168,7 @@ def _is_indexed(program: Program, place: int) -> bool:
 
 
 def _mods(x: FlexInputs, wanted: Sequence[bool] = ()) -> configs.ModFeatures:
-    found = joined(x)
+    found = x.joined
     return configs.ModFeatures(
         found.score_mod,
         found.mask_mod,
@@ -179,11 +182,11 @@ def _mods(x: FlexInputs, wanted: Sequence[bool] = ()) -> configs.ModFeatures:
 
 def words(direction: str, x: FlexInputs) -> str:
     """The config that a call runs with."""
-    return str(
-        configs.flex_forward(features_of(x))
-        if direction == "forward"
-        else configs.flex_backward(backward_features_of(x))
-    )
+    return str((configs.flex_forward if direction == "forward" else configs.flex_backward)(_width(x)))
+
+
+def _width(x: FlexInputs) -> int:
+    return max(x.q.shape[3], x.v.shape[3])
 
 
 def features_of(x: FlexInputs) -> configs.ForwardFeatures:
@@ -202,25 +205,25 @@ def key_of(features: configs.ForwardFeatures, config: configs.ForwardConfig) -> 
     return KernelKey("flex_forward_sm90", calls.ARCH, (features, config))
 
 
-def _launch(key: KernelKey, *arguments: Any) -> None:
-    """Launches a kernel.
+@contextmanager
+def _compiling() -> Iterator[None]:
+    """Where kernels are looked for: one that the compiler refuses is one that does not take the call.
 
     Raises:
-        UnsupportedProblem: It does not compile.
-        NotCompiled: It has not run yet, and a CUDA graph is being captured.
+        UnsupportedProblem: The compiler refuses one.
     """
     try:
-        launch = calls.launch_of(key)
-    except NotCompiled:
-        raise
-    except RuntimeError as error:
+        yield
+    except DoesNotCompile as error:
         raise UnsupportedProblem(str(error).partition("; key: ")[0]) from error
-    launch(*arguments)
 
 
 def _lists(x: FlexInputs, blocks: BlockLists | None) -> Iterator[Tensor | None]:
-    """Lists as kernels take them: unit last strides."""
-    return (one if one is None or one.stride(-1) == 1 else one.contiguous() for one in x.lists(blocks))
+    """Lists as kernels take them: int32, unit last strides."""
+    return (
+        one if one is None or (one.stride(-1) == 1 and one.dtype == torch.int32) else one.to(torch.int32).contiguous()
+        for one in x.lists(blocks)
+    )
 
 
 def _held(tensors: Iterable[Tensor | None]) -> Iterator[Tensor | None]:
@@ -230,19 +233,20 @@ def _held(tensors: Iterable[Tensor | None]) -> Iterator[Tensor | None]:
 
 def forward(x: FlexInputs) -> tuple[Tensor, Tensor, Tensor]:
     """``(out, lse, an empty tensor)`` of a call that :func:`why_not` has nothing against."""
-    config = configs.flex_forward(features_of(x))
+    config = configs.flex_forward(_width(x))
     x = aligned(x, (config.tile_m, config.tile_n))
+    with _compiling():
+        launch = calls.launch_of(key_of(features_of(x), config))
     out = empty_like_order(x.q, x.v.shape[3])
     lse = torch.empty(x.q.shape[:3], dtype=torch.float32, device=x.q.device)
     sizes = (config.tile_m, config.tile_n) if x.blocks is None else x.blocks.sizes
-    tensors, numbers = joined(x).slots()
+    tensors, numbers = x.joined.slots()
     counter = None if x.blocks is None else torch.zeros(1, dtype=torch.int32, device=x.q.device)
-    arguments = (
+    launch(
         *calls.views_for_tma((x.q, x.k, x.v)), out, lse, float(x.scale),
         *_lists(x, x.blocks), *_held(tensors), *numbers,
         sizes[0] // config.tile_m, sizes[1] // config.tile_n, counter, calls.programs_of(x.q.device),
     )  # fmt: skip
-    _launch(key_of(features_of(x), config), *arguments)
     return out, lse, lse.new_empty(0)
 
 
@@ -259,30 +263,31 @@ def backward(
         lse: The forward's.
         wanted: Of each captured tensor, whether it needs a gradient.
     """
+    if x.k.shape[2] == 1:  # delta would leave rounding in what is exactly 0
+        return flex_blockwise.backward(x, grad_out, grad_lse, lse, wanted)
     captured = () if x.score_mod is None else x.score_mod.captured
-    config = configs.flex_backward(backward_features_of(x))
+    config = configs.flex_backward(_width(x))
     x = aligned(x, (config.tile_m, config.tile_n))
-    features = backward_features_of(x, wanted)
-    grads = zeros_of(captured, wanted)
+    features, f32 = backward_features_of(x, wanted), torch.float32
+    with _compiling():
+        prepare, main, finish = calls.backward_launches(
+            features, config, wide=suits_bulk_copies(out), lse_grad=grad_lse is not None
+        )
     (batch, heads, q_len, _), device = x.q.shape, x.q.device
-    tiles = -(-q_len // config.tile_m)
+    rows = batch, heads, -(-q_len // config.tile_m) * config.tile_m
     elements, of_head = configs.backward_workspace(features, batch, heads, q_len, config)
     do = grad_out if suits_bulk_copies(grad_out) else empty_like_order(out, out.shape[3]).copy_(grad_out)
-    norm, delta = (torch.empty((batch, heads, tiles * config.tile_m), device=device) for _ in range(2))
-    sums = torch.empty(elements, device=device)
-    wide = suits_bulk_copies(out)
-    prepare = calls.preprocess_key(features, wide=wide, lse_grad=grad_lse is not None)
-    _launch(prepare, out, do, lse, grad_lse, norm, delta, sums)
+    norm, delta, sums = (torch.empty(size, dtype=f32, device=device) for size in (rows, rows, elements))
+    prepare(out, do, lse, grad_lse, norm, delta, sums)
+    grads = zeros_of(captured, wanted)
     dq, dk, dv = (empty_like_order(one, one.shape[3]) for one in (x.q, x.k, x.v))
     sizes = (config.tile_m, config.tile_n) if x.blocks is None else x.blocks.sizes
     columns = None if x.blocks is None else transposed(x.blocks, q_len, x.k.shape[2])
-    tensors, numbers = joined(x).slots()
-    arguments = (
+    tensors, numbers = x.joined.slots()
+    main(
         *calls.views_for_tma((x.q, x.k, x.v, do)), norm, delta, dk, dv, sums, float(x.scale), *_lists(x, columns),
         *_held(tensors), *numbers, sizes[0] // config.tile_m, sizes[1] // config.tile_n, *grads,
         *(None,) * (MOST_TENSORS - len(grads)), calls.programs_of(device),
     )  # fmt: skip
-    _launch(calls.backward_key(features, config), *arguments)
-    steps = heads * of_head, of_head
-    _launch(calls.postprocess_key(features, config), sums, dq, *steps, float(x.scale), None, None, batch, q_len)
+    finish(sums, dq, heads * of_head, of_head, float(x.scale), None, None, batch, q_len)
     return dq, dk, dv, as_captured(grads, captured)

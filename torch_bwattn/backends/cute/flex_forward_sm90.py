@@ -18,10 +18,10 @@ import cuda.bindings.driver as cuda
 import cutlass
 from cutlass import Boolean, Float32, Int32, const_expr, cute, pipeline
 
-from .configs import ForwardConfig, ForwardFeatures
+from .configs import SLAB, ForwardConfig, ForwardFeatures
 from .forward_sm90 import LOG2_E, Forward, Limits, Operands, Place, Rows
 from .parts import keys, mods, schedule, wgmma
-from .parts.flex import Change, Flex, Mods, fake_arguments, given
+from .parts.flex import Change, Flex, Mods, fake_arguments, given, shown_if
 
 
 class FlexForward(Forward):
@@ -144,9 +144,15 @@ class FlexForward(Forward):
         """Not known in lists before K has come."""
         return Int32(0) if self.leaves_visits else self.visited(tile, tiles, i, windowed)
 
+    @cute.jit
     def arrived(self, operands: Operands, n: Int32, state: pipeline.PipelineState) -> Int32:
         """The tile of keys whose K has come."""
-        return operands.visits[state.index] if self.leaves_visits else n
+        found = n
+        if const_expr(self.leaves_visits):
+            if cute.arch.lane_idx() == 0:  # the lane that frees the place
+                found = operands.visits[state.index]
+            found = cute.arch.shuffle_sync(found, 0)
+        return found
 
     def prepare_whole(self, rows: Rows, cap: Float32 | None, limits: Limits, place: Place, n: Int32) -> None:
         """What happens to scores of a tile that ``mask_mod`` does not decide of."""
@@ -156,7 +162,10 @@ class FlexForward(Forward):
     def prepare(
         self, rows: Rows, cap: Float32 | None, limits: Limits, place: Place, n: Int32, masked: Boolean | bool
     ) -> None:
-        """What happens to scores before the softmax: ``score_mod``, then ``mask_mod``, then the end of the keys."""
+        """What happens to scores before the softmax: ``score_mod``, then ``mask_mod``, then the ends.
+
+        Queries beyond the last one count for nothing, but what a mod makes of them might be no number.
+        """
         first_key = n * self.tile_n
         of = Mods(self.mods, self.flex)
         if const_expr(self.mods.score_mod is not None):
@@ -166,6 +175,10 @@ class FlexForward(Forward):
                 self.each_score(rows, place, first_key, of.masked)
         if first_key + self.tile_n > limits.kv_len:
             keys.hide_keys(rows.scores, rows.coords, place.first_row, first_key, limits.kv_len, None, None, 1)
+        if const_expr(self.mods.score_mod is not None):  # noqa: SIM102
+            if place.first_row + SLAB > limits.q_len:
+                inside = lambda score, at: shown_if(at["q_idx"].number < limits.q_len, score)  # noqa: E731
+                self.each_score(rows, place, first_key, inside)
 
     def each_score(self, rows: Rows, place: Place, first_key: Int32, change: Change) -> None:
         """Changes each of a thread's scores."""

@@ -20,7 +20,7 @@ from ...errors import UnsupportedProblem
 from ...layout import empty_like_order
 from ...target import capability, target_of
 from ..flex_blocks import aligned, transposed
-from ..flex_inputs import MOST_TENSORS, FlexInputs, Joined, as_captured, joined, why_not_scalars, zeros_of
+from ..flex_inputs import MOST_TENSORS, FlexInputs, Joined, as_captured, why_not_scalars, zeros_of
 from . import configs, loader
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -178,7 +178,7 @@ def forward(
     chosen = chosen or _chosen(x)
     config = chosen["forward"]
     x = aligned(x, _multiples(chosen))
-    mods = joined(x)
+    mods = x.joined
     tensors, numbers = mods.slots()
     out = empty_like_order(x.q, x.v.shape[3])
     lse = torch.empty(x.q.shape[:3], dtype=torch.float32, device=x.q.device)
@@ -218,7 +218,7 @@ def backward(
     chosen = chosen or _chosen(x)
     captured = () if x.score_mod is None else x.score_mod.captured
     x = aligned(x, _multiples(chosen))
-    mods = joined(x)
+    mods = x.joined
     tensors, numbers = mods.slots()
     k, v = x.of_batch()
     lse, grad_lse = lse.contiguous(), None if grad_lse is None else grad_lse.contiguous()

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import cutlass
 import torch
-from cutlass import Float32, Int32, cute
+from cutlass import Float32, Int32, Int64, cute
 from cutlass.cutlass_dsl import select_
 
 from ....mods.derivative import GRAD, Derivative, Load, of_scalars
@@ -104,7 +104,7 @@ def shown_if(condition: Any, score: Float32) -> Float32:
 
 
 @cute.jit
-def add_unless_0(pointer: cute.Pointer, offset: Int32, value: Float32) -> None:
+def add_unless_0(pointer: cute.Pointer, offset: Int64, value: Float32) -> None:
     """Adds a number in memory."""
     if value != 0.0:
         address = (pointer + offset).toint()
@@ -143,7 +143,7 @@ class Mods:
         (found,) = self._evaluated(derivative_of(self.features).steps, [load.gradient], inputs)
         return mods.cast(found, torch.float32).number  # 16-bit floats are Float32 too, so nothing was rounded
 
-    def offset(self, load: Load, at: At) -> Int32:
+    def offset(self, load: Load, at: At) -> Int64:
         """Where the gradient of a value that was read at a position is added, in its table."""
         inputs = {**self.score(Float32(0.0)), GRAD: mods.Value(Float32(0.0), torch.float32), **at}
         found = self._evaluated(derivative_of(self.features).steps, load.index, inputs)
@@ -152,7 +152,7 @@ class Mods:
             mods.in_bounds(one, ref, grads.shape[dim])
             for dim, (one, ref) in enumerate(zip(found, load.index, strict=True))
         ]
-        return cute.crd2idx(tuple(index or [Int32(0)]), grads.layout).to(Int32)
+        return cute.crd2idx(tuple(index or [Int32(0)]), grads.layout).to(Int64)
 
     def masked(self, number: Float32, at: At) -> Float32:
         """A score, or -inf where ``mask_mod`` hides it."""
