@@ -335,10 +335,10 @@ def test_a_backward_in_a_graph(how, device):
     else:
         torch.compiler.reset()
         attend = torch.compile(attend, mode="reduce-overhead", fullgraph=True)
-    for seed in range(4):
+    for draw in range(4):
         with torch.no_grad():
             for one in q_k_v:
-                one.normal_(generator=torch.Generator(device=device).manual_seed(seed))
+                one.normal_(generator=torch.Generator(device=device).manual_seed(draw))
         if how == "by hand":
             graph.replay()
         else:
@@ -347,7 +347,7 @@ def test_a_backward_in_a_graph(how, device):
         shown = shown_by(lists.mask_mod, *q_k_v[:2])
         wanted = torch.autograd.grad(dense(*q_k_v, _alibi(device, 4), shown)[0], q_k_v, grad_out.double())
         for name, one, other in zip("qkv", found, wanted, strict=True):
-            close(one, other, 3e-2, f"gradient of {name}, {seed}")
+            close(one, other, 3e-2, f"gradient of {name}, {draw}")
 
 
 def test_gradients_repeat_in_deterministic_mode(device):
