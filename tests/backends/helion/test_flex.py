@@ -205,7 +205,7 @@ def test_through_the_operator(monkeypatch):
     said = []
     monkeypatch.setattr(flex_op.log, "debug", lambda text, *values: said.append(text % values))
     check(q_k_v, lambda s, b, h, q, k: torch.special.digamma(s.abs() + 1.0), mask, enable_gqa=True)
-    assert "Helion does not lower" in said[0]
+    assert any("Helion does not lower" in one for one in said)
     assert torch_bwattn.call_counts() == {"helion": 1, "reference": 1}
 
 
