@@ -166,7 +166,8 @@ def _why_not(backend: str, x: FlexInputs, asked: _Asked) -> str:
 
 
 _BY_KERNELS = (_CUTE, _HELION)
-"""Backends with kernels, the fastest first: CuTe's reach 1.2 to 1.9 times Triton's loops where both take a call."""
+"""Backends with kernels, in order: on the H200 CuTe's take 0.45 to 0.7 of the time of PyTorch's Triton template, which
+Helion's, not timed there yet, are like."""
 
 
 def _backends(direction: str, pin: str | None) -> Sequence[str]:
