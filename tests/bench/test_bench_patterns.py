@@ -11,7 +11,7 @@ from torch_bwattn.bench import document, patterns, report, suite
 from torch_bwattn.bench.rows import Row
 from torch_bwattn.bench.timing import Budget
 
-ROW = Row(batch=2, heads=2, kv_heads=2, length=256, head_dim=16, causal=False)
+ROW = Row(batch=1, heads=2, kv_heads=2, length=256, head_dim=16, causal=False)
 
 
 def measured(monkeypatch, providers=(patterns.OUR_PROVIDER,), names=tuple(patterns.PATTERNS)):
