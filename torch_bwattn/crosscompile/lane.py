@@ -192,7 +192,10 @@ def _flex_on_hopper(problem: Problem) -> Iterator[Compiled]:
     features = flex.backward_features_of(x)
     config = configs.flex_forward(problem.head_dim)
     of_backward = configs.flex_backward(problem.head_dim)
-    keys = (flex.key_of(flex.features_of(x), config), config), (calls.backward_key(features, of_backward), of_backward)
+    keys = (
+        (calls.forward_key(flex.features_of(x), config), config),
+        (calls.backward_key(features, of_backward), of_backward),
+    )
     for key, chosen in keys:
         for found in report.compile_report(key, calls.build_of(key)):
             yield _judged(problem, _of_cute(key.name, f"{_words(problem)} mods", str(chosen), found))
@@ -275,7 +278,7 @@ def _cute_keys(problem: Problem) -> list[KernelKey]:
     from ..backends.cute import calls, configs
 
     if not problem.backward:
-        return [calls.forward_key(problem, configs.forward(problem))]
+        return [calls.forward_key(configs.features(problem), configs.forward(problem))]
     features, chosen = configs.backward_features(problem), configs.backward(problem)
     main, finish = calls.backward_key(features, chosen), calls.postprocess_key(features, chosen)
     return [calls.preprocess_key(features, wide=True, lse_grad=problem.lse_grad), main, finish]

@@ -19,9 +19,11 @@ from .compile import Build, KernelKey, compiled
 ARCH = "sm_90a"
 
 
-def forward_key(problem: Problem, config: configs.ForwardConfig) -> KernelKey:
-    """What decides the code of a problem's forward."""
-    return KernelKey("forward_sm90", ARCH, (configs.features(problem), config))
+@lru_cache(maxsize=1024)
+def forward_key(features: configs.ForwardFeatures, config: configs.ForwardConfig) -> KernelKey:
+    """What decides the code of a forward."""
+    name = "forward_sm90" if features.mods is None else "flex_forward_sm90"
+    return KernelKey(name, ARCH, (features, config))
 
 
 def build_of(key: KernelKey) -> Build:
@@ -138,7 +140,7 @@ class Forward:
 
     def _prepare(self, x: ForwardInputs) -> None:
         problem, device = self.problem, x.q.device
-        self._launch = launch_of(forward_key(problem, self.config))
+        self._launch = launch_of(forward_key(configs.features(problem), self.config))
         sizes = (problem.batch, problem.heads, problem.q_len, problem.value_dim)
         strides = dense_strides(x.q, sizes)
         self._out = None if (sizes, strides) == (tuple(x.q.shape), x.q.stride()) else (sizes, strides)

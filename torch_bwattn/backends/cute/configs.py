@@ -10,6 +10,9 @@ from .parts.accumulators import WARP, WARP_GROUP, Accumulator
 WIDEST = 256
 """Columns of Q, K and V that kernels take."""
 
+LONGEST = 2**22
+"""Queries and keys of calls with mods are up to so many, or a sum of a few positions in float32 would not be exact."""
+
 SLAB = 64
 """Rows of one warp group's matrix instruction."""
 

@@ -23,7 +23,7 @@ from .. import flex_blockwise
 from ..flex_blocks import aligned, transposed
 from ..flex_inputs import MOST_TENSORS, BlockLists, FlexInputs, as_captured, why_not_scalars, zeros_of
 from . import calls, configs, loader
-from .compile import DoesNotCompile, KernelKey
+from .compile import DoesNotCompile
 
 EMITTED = {
     "__lshift__", "__rshift__", "_to_copy", "abs", "add", "alias", "bitwise_and", "bitwise_not", "bitwise_or",
@@ -35,8 +35,6 @@ EMITTED = {
     "sub", "tanh", "tanh_backward", "threshold_backward", "where",
 }  # fmt: skip
 """Operators that have a form in CuTe-DSL (:mod:`.parts.mods`), beside those that make tensors of literals."""
-_LONGEST = 2**22
-"""So far sums of positions are exact in float32 (:data:`.parts.mods.LONGEST`)."""
 _COMPUTED = (torch.bool, torch.int32, torch.int64, torch.float32, torch.float64)
 
 
@@ -70,8 +68,8 @@ def why_not(
         return "its kernels take keys of every batch entry, got those of one"
     if not all(map(suits_bulk_copies, (x.q, x.k, x.v))):
         return "TMA needs unit last strides, other strides and pointers at multiples of 16 bytes"
-    if max(x.q.shape[2], x.k.shape[2]) > _LONGEST:
-        return f"its kernels take up to {_LONGEST} queries and keys"
+    if max(x.q.shape[2], x.k.shape[2]) > configs.LONGEST:
+        return f"its kernels take up to {configs.LONGEST} queries and keys"
     if with_max_scores:
         return "its kernels write no max_scores"
     if backward and torch.are_deterministic_algorithms_enabled():
@@ -85,7 +83,7 @@ def why_not(
         if text is None:
             continue
         differentiates = backward and what == "score_mod"
-        op = not_emitted(text, kinds, len(found.numbers), () if differentiates else None)
+        op = not_emitted(text, kinds, len(found.numbers), _places(wanted) if differentiates else None)
         if op:
             part = f"the derivative of {what}" if differentiates else what
             return f"its kernels have no form of what {part} calls: {op}"
@@ -100,12 +98,9 @@ def _places(wanted: Sequence[bool]) -> tuple[int, ...]:
 
 @lru_cache(maxsize=1024)
 def not_learned(text: str, kinds: tuple[tuple[torch.dtype, int], ...], numbers: int, wanted: tuple[int, ...]) -> str:
-    """Why the kernels give no gradients of captured tensors; nothing where they do."""
+    """Why the kernels give no gradients of captured tensors, of a mod that :func:`not_emitted` has nothing against."""
     if any(kinds[place][0] == torch.float64 for place in wanted):
         return "its kernels sum gradients of captured tensors in float32, and one is float64"
-    reason = not_emitted(text, kinds, numbers, wanted)
-    if reason:
-        return f"its kernels have no form of what gradients of captured tensors need: {reason}"
     rule = of_scalars(text, [dtype for dtype, _ in kinds], wanted, numbers)
     read = {"score"}
     for place, step in enumerate(rule.steps):
@@ -199,12 +194,6 @@ def backward_features_of(x: FlexInputs, wanted: Sequence[bool] = ()) -> configs.
     return configs.BackwardFeatures(dtype_name(x.q.dtype), x.q.shape[3], x.v.shape[3], mods=_mods(x, wanted))
 
 
-@lru_cache(maxsize=1024)
-def key_of(features: configs.ForwardFeatures, config: configs.ForwardConfig) -> KernelKey:
-    """What decides the code of the forward."""
-    return KernelKey("flex_forward_sm90", calls.ARCH, (features, config))
-
-
 @contextmanager
 def _compiling() -> Iterator[None]:
     """Where kernels are looked for: one that the compiler refuses is one that does not take the call.
@@ -236,7 +225,7 @@ def forward(x: FlexInputs) -> tuple[Tensor, Tensor, Tensor]:
     config = configs.flex_forward(_width(x))
     x = aligned(x, (config.tile_m, config.tile_n))
     with _compiling():
-        launch = calls.launch_of(key_of(features_of(x), config))
+        launch = calls.launch_of(calls.forward_key(features_of(x), config))
     out = empty_like_order(x.q, x.v.shape[3])
     lse = torch.empty(x.q.shape[:3], dtype=torch.float32, device=x.q.device)
     sizes = (config.tile_m, config.tile_n) if x.blocks is None else x.blocks.sizes

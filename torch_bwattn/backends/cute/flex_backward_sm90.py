@@ -39,7 +39,7 @@ from .parts.flex import (
     fake_grads,
     given,
     is_sloped,
-    shown_if,
+    up_to,
 )
 
 
@@ -234,9 +234,7 @@ class FlexBackward(Backward):
         if const_expr(self.mods.score_mod is not None):  # noqa: SIM102
             # The last queries' lse is +inf, which a finite score does not survive; any other has to be hidden.
             if first_query + self.tile_m > limits.q_len:
-                self.each_score(
-                    mma, values, at, thread, lambda score, of: shown_if(of["q_idx"].number < limits.q_len, score)
-                )
+                self.each_score(mma, values, at, thread, up_to(limits.q_len))
 
     def each_score(self, mma: cute.TiledMma, values: Values, at: Visit, thread: Int32, change: Change) -> None:
         """Changes each of a thread's scores."""

@@ -21,7 +21,7 @@ from cutlass import Boolean, Float32, Int32, const_expr, cute, pipeline
 from .configs import SLAB, ForwardConfig, ForwardFeatures
 from .forward_sm90 import LOG2_E, Forward, Limits, Operands, Place, Rows
 from .parts import keys, mods, schedule, wgmma
-from .parts.flex import Change, Flex, Mods, fake_arguments, given, shown_if
+from .parts.flex import Change, Flex, Mods, fake_arguments, given, up_to
 
 
 class FlexForward(Forward):
@@ -34,7 +34,6 @@ class FlexForward(Forward):
         super().__init__(features, config)
         self.mods = given(features.mods)
         self.leaves_visits = self.mods.lists
-        self.words = 3 if self.leaves_visits else 1
 
     def fake_arguments(self) -> tuple[Any, ...]:
         """Arguments of any sizes and strides, for the compiler."""
@@ -177,8 +176,7 @@ class FlexForward(Forward):
             keys.hide_keys(rows.scores, rows.coords, place.first_row, first_key, limits.kv_len, None, None, 1)
         if const_expr(self.mods.score_mod is not None):  # noqa: SIM102
             if place.first_row + SLAB > limits.q_len:
-                inside = lambda score, at: shown_if(at["q_idx"].number < limits.q_len, score)  # noqa: E731
-                self.each_score(rows, place, first_key, inside)
+                self.each_score(rows, place, first_key, up_to(limits.q_len))
 
     def each_score(self, rows: Rows, place: Place, first_key: Int32, change: Change) -> None:
         """Changes each of a thread's scores."""

@@ -111,14 +111,18 @@ class Forward:
         self.groups = config.tile_m // SLAB
         self.takes_turns = config.ping_pong and self.groups > 1
         self.packed, self.cluster = features.packed, config.cluster
-        self.words = 1  # that are left with a tile's Q
-        self.leaves_visits = False  # a word with each K
+        self.leaves_visits = False  # which tile of keys it is, with each K
         # A matrix instruction takes 16 columns of Q and K at a time, and TMA fills with zeros what a tensor lacks.
         self.width = -(-features.head_dim // 16) * 16
         self.value_width = -(-features.value_dim // 16) * 16
         self.q_tile, self.o_tile = (SLAB, self.width), (SLAB, self.value_width)
         self.k_tile, self.v_tile = (self.tile_n, self.width), (self.tile_n, self.value_width)
         self.slab_elements = SLAB * max(self.width, self.value_width)
+
+    @property
+    def words_of_tile(self) -> int:
+        """That are left with a tile's Q: its number, and of what keys it visits how many, and how many masked."""
+        return 3 if self.leaves_visits else 1
 
     def layouts(self) -> tuple[cute.ComposedLayout, ...]:
         """In shared memory: of a group's Q and O, and of the rings of K and V."""
@@ -243,7 +247,7 @@ class Forward:
             q_barriers: cute.struct.MemRange[Int64, 2 * self.groups]
             k_barriers: cute.struct.MemRange[Int64, 2 * self.stages]
             v_barriers: cute.struct.MemRange[Int64, 2 * self.stages]
-            tiles: cute.struct.MemRange[Int32, self.words * self.groups]
+            tiles: cute.struct.MemRange[Int32, self.words_of_tile * self.groups]
             visits: cute.struct.MemRange[Int32, self.stages]
             q: cute.struct.Align[cute.struct.MemRange[self.dtype, elements], 1024]
             k: cute.struct.Align[cute.struct.MemRange[self.dtype, cute.cosize(k_layout)], 1024]
@@ -326,7 +330,7 @@ class Forward:
             self.pipe(storage.k_barriers, self.stages, self.groups, self.k_tile, self.cluster),
             self.pipe(storage.v_barriers, self.stages, self.groups, self.v_tile, self.cluster),
         )
-        next_tiles = storage.tiles.get_tensor(cute.make_layout((self.words, self.groups)))
+        next_tiles = storage.tiles.get_tensor(cute.make_layout((self.words_of_tile, self.groups)))
         visits = storage.visits.get_tensor(cute.make_layout(self.stages))
         cluster = (self.cluster, 1) if const_expr(self.cluster > 1) else None
         pipeline.pipeline_init_arrive(cluster_shape_mn=cluster, is_relaxed=True)

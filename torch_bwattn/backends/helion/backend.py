@@ -5,9 +5,7 @@ Kernels and their language load at the first call (``forward``, ``backward``), n
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Hashable
-from functools import cache
 from types import ModuleType
 from typing import Any
 
@@ -24,13 +22,6 @@ from . import configs, flash, flash_backward, flash_wide, forms, loader
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _WIDEST = 256
 _LARGEST_CAP = 1e30  # with room in fp32 for the scale over it, and for its base-2 form
-
-
-@cache
-def _kernels(name: str) -> ModuleType:
-    """A kernel module, imported once Helion itself is known to load."""
-    loader.load()
-    return importlib.import_module(f"{__package__}.{name}")
 
 
 class HelionBackend(Backend):
@@ -162,7 +153,7 @@ class _Forward:
 
     def _prepare(self, x: ForwardInputs) -> None:
         problem = self.problem
-        module = _kernels("forward")
+        module = loader.kernels("forward")
         sizes = (problem.batch, problem.heads, problem.q_len, problem.value_dim)
         self._out = sizes, dense_strides(x.q, sizes)
         out = torch.empty_strided(*self._out, dtype=problem.dtype, device=x.q.device)
@@ -216,7 +207,7 @@ class _Backward:
 
     def _prepare(self, x: BackwardInputs) -> ModuleType:
         """What every call shares: the kernels, their scalars, and the gradients' sizes and strides."""
-        module = self._module = _kernels("backward")
+        module = self._module = loader.kernels("backward")
         self._options = module.options(**_switches(self.problem))
         self._copies = module.row_copies_for(self.configs["dkv"])
         self._layouts = tuple((tuple(t.shape), dense_strides(t, t.shape)) for t in (x.q, x.k, x.v))
@@ -239,7 +230,7 @@ class _Backward:
 
     def _mask_grad(self, mask: Tensor, operands: tuple[Any, ...]) -> Tensor:
         """The gradient in the mask's own shape, through an fp32 buffer where the mask alone makes too few programs."""
-        problem, module = self.problem, _kernels("mask_grad")
+        problem, module = self.problem, loader.kernels("mask_grad")
         scores = (problem.batch, problem.heads, problem.q_len, problem.kv_len)
         shape = module.partial_shape(mask.shape, scores, *self.configs["mask_grad"]["block_sizes"])
         partial = shape != tuple(mask.shape)

@@ -7,7 +7,6 @@ So is a mask, in its own sizes, none of which is broadcast.
 
 from __future__ import annotations
 
-import importlib
 import math
 from collections.abc import Hashable
 from typing import Any
@@ -156,9 +155,7 @@ class Forward:
             _along(problem),
         )
         if self._launch is None:
-            loader.load()
-            family = importlib.import_module(f"{__package__}.flash_cute").FLASH
-            self._launch = family.prepare(arguments, _HELION)
+            self._launch = loader.kernels("flash_cute").FLASH.prepare(arguments, _HELION)
         self._launch(*arguments)
         take(out, o)
         lse = lse[..., : problem.q_len].contiguous()

@@ -6,7 +6,6 @@ and keys only where causality hides what is added.
 
 from __future__ import annotations
 
-import importlib
 import math
 from collections.abc import Hashable
 from typing import Any
@@ -83,7 +82,7 @@ class Backward:
             problem.diagonal is not None,
         )
         if self._launch is None:
-            family = importlib.import_module(f"{__package__}.flash_cute_backward").FLASH_BACKWARD
+            family = loader.kernels("flash_cute_backward").FLASH_BACKWARD
             self._launch = family.prepare(arguments, self._config)
         self._launch(*arguments)
         for grad, room in zip(grads, (dq, dk, dv), strict=True):
@@ -103,8 +102,7 @@ class Backward:
         real = (terms[..., : problem.q_len] for terms in (norm, delta))
         arguments = (x.out, x.grad_out, x.lse.contiguous(), grad_lse, *real, 1.0, False)
         if self._terms is None:
-            loader.load()
-            self._terms = importlib.import_module(f"{__package__}.backward").DELTA.prepare(arguments, self._delta)
+            self._terms = loader.kernels("backward").DELTA.prepare(arguments, self._delta)
         self._terms(*arguments)
         return norm, delta
 

@@ -5,7 +5,6 @@ These are the widths of multi-head latent attention. As :mod:`.flash_backward` i
 
 from __future__ import annotations
 
-import importlib
 import math
 from collections.abc import Hashable
 from typing import Any
@@ -70,9 +69,7 @@ class Forward:
             problem.diagonal is not None,
         )
         if self._launch is None:
-            loader.load()
-            family = importlib.import_module(f"{__package__}.flash_cute_wide").FLASH_WIDE
-            self._launch = family.prepare(arguments, {})
+            self._launch = loader.kernels("flash_cute_wide").FLASH_WIDE.prepare(arguments, {})
         self._launch(*arguments)
         flash.take(out, o)
         lse = lse_log2[..., : problem.q_len] * math.log(2.0)

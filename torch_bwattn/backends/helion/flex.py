@@ -10,7 +10,6 @@ import importlib
 import threading
 from collections.abc import Hashable, Mapping, Sequence
 from functools import cache
-from types import ModuleType
 from typing import Any
 
 import torch
@@ -63,16 +62,9 @@ def _ranks(found: Joined) -> tuple[int, ...]:
 
 
 @cache
-def _module(name: str) -> ModuleType:
-    """A module of kernels, imported once Helion itself is known to load."""
-    loader.load()
-    return importlib.import_module(f"{__package__}.{name}")
-
-
-@cache
 def _family(kernel: str, ranks: tuple[int, ...]) -> Any:
     """A kernel for captured tensors of so many dimensions."""
-    function = getattr(_module(_MODULES[kernel]), kernel)
+    function = getattr(loader.kernels(_MODULES[kernel]), kernel)
     dims, canonical = dict(_DIMS[kernel]), dict(_CANONICAL)
     for place, rank in enumerate(ranks):
         names = [f"T{place}{dim}" for dim in range(rank)]
@@ -82,7 +74,7 @@ def _family(kernel: str, ranks: tuple[int, ...]) -> Any:
         dims[f"t{place}"] = dims[f"g{place}"] = "1"
     if kernel != "flex_dq":
         dims = {name: text for name, text in dims.items() if name[0] != "g"}
-    return _module("runtime").KernelFamily(function, dims=dims, canonical=canonical)
+    return loader.kernels("runtime").KernelFamily(function, dims=dims, canonical=canonical)
 
 
 _MODULES = {"flex_forward": "flex_forward", "flex_dkv": "flex_backward", "flex_dq": "flex_backward"}
@@ -214,7 +206,7 @@ def backward(
         wanted: Of each captured tensor, whether it needs a gradient.
         chosen: Configs by kernel, by default :func:`.configs.flex`'s.
     """
-    backward_module = _module("backward")
+    backward_module = loader.kernels("backward")
     chosen = chosen or _chosen(x)
     captured = () if x.score_mod is None else x.score_mod.captured
     x = aligned(x, _multiples(chosen))

@@ -13,6 +13,7 @@ import importlib.util
 import os
 import sys
 import threading
+from types import ModuleType
 from typing import Any
 
 #: The one Helion release whose internals this package knows (generated code, binding, launcher).
@@ -83,6 +84,17 @@ def load() -> Any:
                 _mend_interpreter()
             _loaded = helion
     return _loaded
+
+
+@functools.cache
+def kernels(name: str) -> ModuleType:
+    """A module of kernels beside this one, imported once Helion itself is known to load.
+
+    Raises:
+        ImportError: As :func:`load`.
+    """
+    load()
+    return importlib.import_module(f"{__package__}.{name}")
 
 
 def interpreting() -> bool:

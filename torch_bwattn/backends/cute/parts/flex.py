@@ -98,9 +98,14 @@ def is_sloped(features: ModFeatures) -> bool:
     return by_score is None or by_score.name != GRAD
 
 
-def shown_if(condition: Any, score: Float32) -> Float32:
+def _shown_if(condition: Any, score: Float32) -> Float32:
     """A score, or -inf where a Boolean does not hold."""
     return Float32(select_(condition, score, Float32(-Float32.inf)))
+
+
+def up_to(q_len: Int32) -> Change:
+    """Hides queries beyond the last one."""
+    return lambda score, at: _shown_if(at["q_idx"].number < q_len, score)
 
 
 @cute.jit
@@ -158,7 +163,7 @@ class Mods:
         """A score, or -inf where ``mask_mod`` hides it."""
         program = parsed(self.features.mask_mod or "")
         (shown,) = self._evaluated(program.steps, [program.result], at)
-        return shown_if(shown.number, number)
+        return _shown_if(shown.number, number)
 
     def _evaluated(self, steps: Any, results: Any, inputs: At) -> list[mods.Value]:
         dtypes = [getattr(torch, name) for name, _ in self.features.tables]

@@ -17,11 +17,11 @@ from cutlass import Boolean, Float32, Float64, Int32, Int64, Uint32, cute
 from cutlass.cutlass_dsl import select_
 
 from ....mods.program import MAKES, POSITION, SAME, Ref, Step, dtype_made, literal
+from ..configs import LONGEST
 
 LOG2_E = 1.4426950408889634
-LONGEST = 2**22
-"""Positions are less than this, or a sum of a few in float32 would not be exact."""
 _EXACT = 2**24
+"""Integers up to this are what they are in float32."""
 
 
 class Linear(NamedTuple):
