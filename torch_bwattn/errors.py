@@ -13,7 +13,7 @@ class UnsupportedProblem(NotImplementedError):
 
 
 class NotCompiled(RuntimeError):
-    """A kernel would have to be compiled or loaded while a CUDA graph is captured, which would break the capture."""
+    """A kernel would have to be compiled, loaded or checked while a CUDA graph is captured, which would break that."""
 
 
 class SettingError(ValueError):

@@ -104,5 +104,7 @@ def test_a_backward_whose_kernels_nobody_vouches_for_is_checked_first(device, mo
     width = 56 if compiled else 48  # each of its own, which nothing was chosen for before
     leaves = [torch.randn(1, 2, 91, width, device=device, dtype=torch.bfloat16, requires_grad=True) for _ in range(3)]
     attend(*leaves).float().square().sum().backward()
-    assert {tunable.backend for _, tunable in trust._known} == {plan(described(device), None).candidates[0].backend}
+    sizes = {"batch": 1, "heads": 2, "kv_heads": 2, "q_len": 91, "kv_len": 91, "head_dim": width, "value_dim": width}
+    plans = [plan(described(device, **sizes, backward=backward), None) for backward in (False, True)]
+    assert {tunable for _, tunable in trust._known} == {made.chosen.tunable for made in plans}
     assert set(trust._known.values()) == {""}

@@ -15,6 +15,7 @@ from tests.flex.drawn import MOST, Captured, masks, score_mods
 from tests.flex.emitted import check as check_many
 from tests.flex.emitted import drawn_mods
 from torch_bwattn import UnsupportedProblem
+from torch_bwattn.selection import trust
 
 pytest.importorskip("attn_gym")
 
@@ -241,6 +242,29 @@ def test_as_good_as_compiled_flex(width, dtype, device):
         errors[name] = [float((one.double() - other).abs().max()) for one, other in pairs]
     for factor, ours, theirs in zip((2, 3, 3, 3), errors["ours"], errors["flex"], strict=True):
         assert ours <= factor * theirs + 1e-5, errors
+
+
+@pytest.mark.parametrize("learned", [False, True])
+@pytest.mark.parametrize("listed", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, BF16])
+def test_kernels_that_nobody_vouches_for_are_checked_first(dtype, listed, learned, device, monkeypatch, tmp_path):
+    monkeypatch.setenv("BWATTN_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(trust, "passed_tests", lambda _: False)
+    monkeypatch.setattr(trust, "_known", {})
+    q_k_v = operands(4, 700, 900, kv_heads=2, width=64, dtype=dtype, device=device)
+    table = torch.randn(4, 900, device=device).requires_grad_(learned)
+    lists = None
+    if listed:
+        lists = create_block_mask(lambda b, h, q, k: (q - k) % 300 < 170, None, None, 700, 900, device=device)
+    half = dtype == BF16
+    captured = [table] if learned else []
+    check(
+        q_k_v, lambda s, b, h, q, k: s + table[h, k], lists, captured, enable_gqa=True, tolerance=3e-2 if half else 1e-4
+    )
+    backend = "cute" if half and _is_hopper() else "helion"
+    assert sorted(features.split()[1] for features, _ in trust._known) == ["backward", "forward"]
+    assert {tunable.backend for _, tunable in trust._known} == {backend}
+    assert set(trust._known.values()) == {""}
 
 
 def test_max_scores_and_lse(device):

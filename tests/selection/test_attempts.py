@@ -193,14 +193,14 @@ def test_the_last_candidates_error_is_the_callers(fakes):
 def test_nothing_is_tried_during_a_capture(fakes, monkeypatch):
     fakes(cute=["raises"], helion=["right"], aten=["-no"])
     monkeypatch.setattr(trust, "why_distrusted", lambda *_, **__: "")
-    monkeypatch.setattr(attempts, "_capturing", lambda: True)
+    monkeypatch.setattr(attempts, "capturing", lambda: True)
     with pytest.raises(RuntimeError, match="always fails"):
         run()
 
 
 def test_nothing_is_checked_during_a_capture(fakes, monkeypatch):
     fakes(cute=["right"])
-    monkeypatch.setattr(attempts, "_capturing", lambda: True)
+    monkeypatch.setattr(attempts, "capturing", lambda: True)
     with pytest.raises(RuntimeError, match="before a CUDA graph captures it"):
         run()
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -71,9 +72,40 @@ def transposed(blocks: BlockLists, q_len: int, kv_len: int) -> BlockLists:
     if blocks.columns is not None:
         return blocks.columns
     part, full = (one[:, :, : -(-q_len // blocks.sizes[0])].mT for one in visited(blocks, kv_len))
-    if blocks.full_count is None:
-        return BlockLists(*_listed(part), None, None, blocks.sizes)
-    return BlockLists(*_listed(part), *_listed(full), blocks.sizes)
+    return _lists_of(part, None if blocks.full_count is None else full, blocks.sizes)
+
+
+def _lists_of(part: Tensor, full: Tensor | None, sizes: tuple[int, int]) -> BlockLists:
+    """Lists of what is visited, from bool [.., R, C]."""
+    count, index = _listed(part)
+    if full is None:
+        return BlockLists(count, index, None, None, sizes)
+    return BlockLists(count, index, *_listed(full), sizes)
+
+
+def cut(blocks: BlockLists, kv_len: int, heads: Sequence[int], lengths: tuple[int, int]) -> BlockLists:
+    """The lists of a call's first queries and keys.
+
+    Args:
+        blocks: Of the call.
+        kv_len: Its keys.
+        heads: (batch, heads) that are kept.
+        lengths: (queries, keys) that are kept.
+    """
+    rows, columns = (-(-length // size) for length, size in zip(lengths, blocks.sizes, strict=True))
+
+    def first(tensor: Tensor) -> Tensor:
+        return tensor[: heads[0], : heads[1], :rows]
+
+    def first_if(tensor: Tensor | None) -> Tensor | None:
+        return None if tensor is None else first(tensor)
+
+    kept = BlockLists(
+        first(blocks.part_count), first(blocks.part_index), first_if(blocks.full_count), first_if(blocks.full_index),
+        blocks.sizes,
+    )  # fmt: skip
+    part, full = (which[..., :columns] for which in visited(kept, kv_len))
+    return _lists_of(part, None if blocks.full_count is None else full, blocks.sizes)
 
 
 def _listed(which: Tensor) -> tuple[Tensor, Tensor]:

@@ -120,19 +120,30 @@ def _raw_scores(x: FlexInputs, q: Tensor, k: Tensor, block: _Rows) -> Tensor:
     return (folded(rows, k.shape[1]) @ block.of_keys(k).mT).view(*rows.shape[:3], -1)
 
 
+def _held(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
+    """A result as a dtype holds it, if one is given."""
+    return tensor if dtype is None else tensor.to(dtype).to(tensor.dtype)
+
+
 def _masked(scores: Tensor, shown: Tensor | None) -> Tensor:
     return scores if shown is None else scores.masked_fill(~shown, -torch.inf)
 
 
-def forward(x: FlexInputs) -> tuple[Tensor, Tensor, Tensor]:
-    """``(out [B, Hq, M, Dv], lse [B, Hq, M], max_scores [B, Hq, M])``; out lies as the query does."""
+def forward(x: FlexInputs, *, held: torch.dtype | None = None) -> tuple[Tensor, Tensor, Tensor]:
+    """``(out [B, Hq, M, Dv], lse [B, Hq, M], max_scores [B, Hq, M])``; out lies as the query does.
+
+    Args:
+        x: The call.
+        held: The dtype in which products of operands and P are held between steps, by default that of scores: with
+            that of the operands, the results are as far from right as a computation in their precision may be.
+    """
     out = empty_like_order(x.q, x.v.shape[3]).zero_()
     lse, most = (torch.full(x.q.shape[:3], -torch.inf, dtype=x.dtype, device=x.q.device) for _ in range(2))
     if not (x.q.numel() and x.k.shape[2]):
         return out, lse, most
     q, k, v = (tensor.to(x.dtype) for tensor in (x.q, x.k, x.v))
     for block in _blocks_of_rows(x):
-        s = _masked(_modified(x, _raw_scores(x, q, k, block), block.grid), block.shown)
+        s = _masked(_modified(x, _held(_raw_scores(x, q, k, block), held), block.grid), block.shown)
         if not s.shape[3]:
             continue
         highest = s.amax(-1, keepdim=True)
@@ -142,15 +153,32 @@ def forward(x: FlexInputs) -> tuple[Tensor, Tensor, Tensor]:
         total = p.sum(-1, keepdim=True)
         lse[:, :, block.rows] = (highest + total.log()).squeeze(-1)
         p /= total.masked_fill(total == 0.0, 1.0)
-        o = folded(p, v.shape[1]) @ block.of_keys(v)
+        o = folded(_held(p, held), v.shape[1]) @ block.of_keys(v)
         out[:, :, block.rows] = o.view(*p.shape[:3], -1)
     return out, lse, most
 
 
 def backward(
-    x: FlexInputs, grad_out: Tensor, grad_lse: Tensor | None, lse: Tensor, wanted: Sequence[bool]
+    x: FlexInputs,
+    grad_out: Tensor,
+    grad_lse: Tensor | None,
+    lse: Tensor,
+    wanted: Sequence[bool],
+    *,
+    held_as: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, list[Tensor | None]]:
-    """Gradients of q, k, v, and of those of the score mod's captured tensors that are ``wanted``."""
+    """Gradients of q, k, v, and of those of the score mod's captured tensors that are ``wanted``.
+
+    Args:
+        x: The call.
+        grad_out: Of the output.
+        grad_lse: Of lse, or None.
+        lse: The forward's.
+        wanted: Of each captured tensor, whether it needs a gradient.
+        held_as: The forward's output, in whose dtype products and P are then held between steps, and from which
+            sum(P * dO V^T) is taken, as kernels do; see :func:`forward`.
+    """
+    held = None if held_as is None else held_as.dtype
     dq = empty_like_order(x.q, x.q.shape[3]).zero_()
     dk, dv = (torch.zeros(tensor.shape, dtype=x.dtype, device=x.q.device) for tensor in (x.k, x.v))
     captured = () if x.score_mod is None else x.score_mod.captured
@@ -164,23 +192,26 @@ def backward(
         q, k, v = (tensor.to(x.dtype) for tensor in (x.q, x.k, x.v))
         rule = None if x.score_mod is None else _derivative(x.score_mod, tuple(wanted), x.dtype)
         for block in _blocks_of_rows(x):
-            raw = _raw_scores(x, q, k, block)
+            raw = _held(_raw_scores(x, q, k, block), held)
             if not raw.shape[3]:
                 continue
             row_lse = lse[:, :, block.rows, None].to(x.dtype)
             s = _masked(_modified(x, raw, block.grid), block.shown)
             p = (s - row_lse.masked_fill(row_lse == -torch.inf, 0.0)).exp_()
             do = folded(grad_out[:, :, block.rows].to(x.dtype), v.shape[1])
-            dp = (do @ block.of_keys(v).mT).view_as(p)
-            _add_heads(block, dv, folded(p, v.shape[1]).mT @ do)
-            shift = (p * dp).sum(-1, keepdim=True)
+            dp = _held((do @ block.of_keys(v).mT).view_as(p), held)
+            _add_heads(block, dv, folded(_held(p, held), v.shape[1]).mT @ do)
+            if held_as is None:
+                shift = (p * dp).sum(-1, keepdim=True)
+            else:
+                shift = (held_as[:, :, block.rows] * grad_out[:, :, block.rows].to(x.dtype)).sum(-1, keepdim=True)
             if grad_lse is not None:
                 shift = shift - grad_lse[:, :, block.rows, None].to(x.dtype)
             ds = p * (dp - shift)
             if rule is not None and x.score_mod is not None:
                 # Where nothing shows a score the mod may be infinite, and its derivative not a number.
                 ds = _through_mod(rule, x.score_mod, raw, ds, block, dcaptured)
-            ds = folded(ds, k.shape[1])
+            ds = folded(_held(ds, held), k.shape[1])
             dq[:, :, block.rows] = (ds @ block.of_keys(k)).mul_(x.scale).view(*p.shape[:3], -1)
             _add_heads(block, dk, ds.mT @ folded(q[:, :, block.rows] * x.scale, k.shape[1]))
     grads = (empty_like_order(like, like.shape[3]).copy_(grad) for grad, like in ((dk, x.k), (dv, x.v)))

@@ -8,15 +8,17 @@ where they take it, or Helion's, and PyTorch's operations blockwise where neithe
 from __future__ import annotations
 
 import dataclasses
+import functools
 import logging
 import weakref
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
+from .. import storage
 from ..backends import flex_blockwise
 from ..backends.cute import flex as cute_flex
 from ..backends.flex_inputs import BlockLists, FlexInputs, Mod
@@ -25,14 +27,16 @@ from ..errors import NotCompiled, UnsupportedProblem
 from ..layout import empty_like_order, lse_dtype
 from ..mods.program import Program, parsed
 from ..mods.recognize import Features, recognized, why_not
+from ..selection import attempts, flex_check, trust
+from ..selection.flex_check import FlexCall
 from ..selection.pin import pinned
+from ..selection.tables import Tunable
 from . import primitive
 from .schema import NAMESPACE, library
 
 log = logging.getLogger(__name__)
 
 _BLOCKWISE, _HELION, _CUTE = "reference", "helion", "cute"
-_Result = TypeVar("_Result")
 
 Mods = tuple[
     str | None,
@@ -141,6 +145,11 @@ class _Asked:
     pin: str | None
     with_max_scores: bool = False
     wanted: Sequence[bool] = ()
+    lse_grad: bool = False
+
+    def call(self, x: FlexInputs) -> FlexCall:
+        """As a check before the first use sees it."""
+        return FlexCall(self.direction, x, self.with_max_scores, self.wanted, self.lse_grad)
 
 
 _refused: dict[Hashable, str] = {}
@@ -149,7 +158,8 @@ _refused: dict[Hashable, str] = {}
 
 def _refused_key(backend: str, x: FlexInputs, asked: _Asked) -> Hashable:
     mods = (None if mod is None else mod.program.text for mod in (x.score_mod, x.mask_mod))
-    return backend, asked.direction, tuple(asked.wanted), x.q.dtype, x.q.shape[3], x.v.shape[3], *mods
+    kind = x.q.device, x.q.dtype, x.q.shape[3], x.v.shape[3]
+    return backend, asked.direction, tuple(asked.wanted), *kind, *mods
 
 
 def _why_not(backend: str, x: FlexInputs, asked: _Asked) -> str:
@@ -208,8 +218,10 @@ def way(direction: str, x: FlexInputs, wanted: Sequence[bool]) -> str:
         return f"refused: {error}"
     for backend in backends:
         reason = _why_not(backend, x, asked)
+        config = "" if reason else _words(backend, direction, x)
+        failure = "" if reason else flex_check.recalled(asked.call(x), Tunable(backend, config))
+        reason = f"{config} {_FAILED}: {failure}" if failure else reason
         if not reason:
-            config = (cute_flex if backend == _CUTE else helion_flex).words(direction, x)
             others = "".join(f"; not {other}, {why}" for other, why in reasons)
             return f"{backend}, {config}{others}"
         reasons.append((backend, reason))
@@ -219,26 +231,65 @@ def way(direction: str, x: FlexInputs, wanted: Sequence[bool]) -> str:
     return f"{_BLOCKWISE}, in PyTorch's own operations; {said}" if said else f"{_BLOCKWISE}, which was pinned"
 
 
-def _by_kernels(x: FlexInputs, asked: _Asked, runs: Mapping[str, Callable[[], _Result]]) -> tuple[str, _Result] | None:
+_FAILED = "failed its check on a corner of the call"
+
+
+def _words(backend: str, direction: str, x: FlexInputs) -> str:
+    """The configs that a backend's kernels run with."""
+    return (cute_flex if backend == _CUTE else helion_flex).words(direction, x)
+
+
+def _by_kernels(
+    x: FlexInputs, asked: _Asked, runs: Mapping[str, flex_check.Run], *args: Any
+) -> tuple[str, Sequence[Any]] | None:
     """Which kernels take a call, and what they give; None where PyTorch's operations are to compute it.
+
+    Where they fail, the next take over, for this call if memory was lacking or a CUDA graph is captured, else for good.
+
+    Args:
+        x: The call.
+        asked: What of it.
+        runs: By backend what runs its kernels, with ``x`` and ``args``.
+        args: What a backward is given beside.
 
     Raises:
         UnsupportedProblem: They were pinned and do not take it, or a backend that has no such kernels.
+        Exception: What they raise where they were pinned, or where nothing can follow.
     """
     for backend in _backends(asked.direction, asked.pin):
         reason = _why_not(backend, x, asked)
         if not reason:
             try:
-                return backend, runs[backend]()
+                reason = _unless_right(backend, x, asked, runs[backend])
+                if not reason:
+                    return backend, runs[backend](x, *args)
             except UnsupportedProblem as error:
                 reason = _refused[_refused_key(backend, x, asked)] = str(error)
             except NotCompiled as error:  # while a CUDA graph is captured
                 reason = str(error)
+            except Exception as error:
+                if asked.pin == backend or attempts.ends_attempts(error):
+                    raise
+                reason = f"{type(error).__name__}: {' '.join(str(error).split())[:400]}"
+                storage.tell_once(
+                    log,
+                    f"flex_attention {asked.direction}: {backend} cannot run, the next backend does: {reason}",
+                    about=(_refused_key(backend, x, asked), type(error).__name__),
+                )
+                if not trust.lacks_memory(error):
+                    _refused[_refused_key(backend, x, asked)] = reason
         if asked.pin == backend:
             nearest = _BLOCKWISE if backend == _HELION else _HELION
             raise UnsupportedProblem(f"flex_attention: backend {backend} was pinned: {reason}; nearest: {nearest}")
         log.debug("flex_attention %s does not run on %s: %s", asked.direction, backend, reason)
     return None
+
+
+def _unless_right(backend: str, x: FlexInputs, asked: _Asked, run: Callable[..., Any]) -> str:
+    """Why kernels must not run a call, or nothing; what nobody vouches for is checked before its first use."""
+    tunable = Tunable(backend, _words(backend, asked.direction, x))
+    failure = flex_check.why_distrusted(asked.call(x), tunable, run, capturing=attempts.capturing)
+    return f"{tunable} {_FAILED}: {failure}" if failure else ""
 
 
 def forward(query: Tensor, key: Tensor, value: Tensor, scale: float, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
@@ -247,9 +298,9 @@ def forward(query: Tensor, key: Tensor, value: Tensor, scale: float, *rest: Any)
     x = inputs(query, key, value, scale, mods)
     options = None if with_max_scores else _options(x)
     if options is None:
-        runs = {
-            _CUTE: lambda: cute_flex.forward(x),
-            _HELION: lambda: helion_flex.forward(x, with_max_scores=with_max_scores),
+        runs: dict[str, flex_check.Run] = {
+            _CUTE: cute_flex.forward,
+            _HELION: functools.partial(helion_flex.forward, with_max_scores=with_max_scores),
         }
         taken = _by_kernels(x, _Asked("forward", pinned(), with_max_scores), runs)
         backend, results = (_BLOCKWISE, flex_blockwise.forward(x)) if taken is None else taken
@@ -279,11 +330,9 @@ def backward(
     options = _options(x)
     captured = mods[1]
     if options is None:
-        runs = {
-            _CUTE: lambda: cute_flex.backward(x, grad_out, grad_lse, out, lse, wanted),
-            _HELION: lambda: helion_flex.backward(x, grad_out, grad_lse, out, lse, wanted),
-        }
-        taken = _by_kernels(x, _Asked("backward", pin, wanted=wanted), runs)
+        runs = {_CUTE: cute_flex.backward, _HELION: helion_flex.backward}
+        asked = _Asked("backward", pin, wanted=wanted, lse_grad=grad_lse is not None)
+        taken = _by_kernels(x, asked, runs, grad_out, grad_lse, out, lse, wanted)
         grads = flex_blockwise.backward(x, grad_out, grad_lse, lse, wanted) if taken is None else taken[1]
         dq, dk, dv, found = grads
         return dq, dk, dv, [query.new_empty(0) if one is None else one for one in found]

@@ -96,7 +96,7 @@ class Attempts:
     def _started(self, index: int, device: torch.device) -> Callable[..., Any]:
         candidate, problem = self._able[index], self._made.problem
         backend = get_backend(candidate.backend)
-        why = trust.why_distrusted(candidate.tunable, backend, problem, device, capturing=_capturing)
+        why = trust.why_distrusted(candidate.tunable, backend, problem, device, capturing=capturing)
         if why:
             raise UnsupportedProblem(f"sdpa: {candidate.tunable} failed its check on a small problem: {why}")
         make = backend.backward if problem.backward else backend.forward
@@ -105,13 +105,7 @@ class Attempts:
 
     def _is_final(self, index: int, error: Exception) -> bool:
         """Whether an error is the caller's: nothing else may run, or nothing can after it."""
-        return (
-            self._made.pinned is not None
-            or index + 1 == len(self._able)
-            or isinstance(error, SettingError)
-            or trust.device_is_lost(error)
-            or _capturing()
-        )
+        return self._made.pinned is not None or index + 1 == len(self._able) or ends_attempts(error)
 
     def _after(self, index: int, failure: _Failure, args: tuple[Any, ...]) -> Any:
         """Goes on with the candidates after the one that failed."""
@@ -154,7 +148,13 @@ def _tell(failed: Candidate, problem: Problem, failure: _Failure) -> None:
     storage.tell_once(log, text, about=(failed.tunable, features_of(problem), failure.kind))
 
 
-def _capturing() -> bool:
+def ends_attempts(error: Exception) -> bool:
+    """Whether after an error no other candidate may run, or none can."""
+    return isinstance(error, SettingError) or trust.device_is_lost(error) or capturing()
+
+
+def capturing() -> bool:
+    """Whether a CUDA graph is being captured."""
     return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
 
 
@@ -165,7 +165,7 @@ def choose(problem: Problem, pin: str | None, device: torch.device | None = None
         UnsupportedProblem: The pinned backend refuses; the message gives its reason.
     """
     on_demand.record(problem)
-    if pin is None and not _capturing():
+    if pin is None and not capturing():
         on_demand.tune(problem, device)
     made = plan(problem, pin)
     for candidate in made.candidates:

@@ -173,7 +173,7 @@ class Drawing:
 def draw(problem: Problem, device: torch.device | str) -> Drawing:
     """What a config is checked on for a problem: :func:`small` of it."""
     problem = small(problem)
-    with _on(torch.device(device)):
+    with on_device(torch.device(device)):
         x = inputs(problem, device)
         grad_out = gradient_of(problem, x) if problem.backward else None
         return Drawing(problem, x, grad_out, *references(problem, x, grad_out))
@@ -182,8 +182,8 @@ def draw(problem: Problem, device: torch.device | str) -> Drawing:
 def failure(backend: Backend, config: str, drawing: Drawing) -> str:
     """By how much a config's results break the accuracy rule, or nothing. Its exceptions are the caller's."""
     problem, x, grad_out = drawing.problem, drawing.x, drawing.grad_out
-    with _on(x.q.device), torch.no_grad():
-        _leave_nan(x.q.device)
+    with on_device(x.q.device), torch.no_grad():
+        leave_nan(x.q.device)
         if grad_out is None:
             out, lse = backend.forward(problem, config)(x)
             results = testing.Results(out=out, lse=lse)
@@ -194,11 +194,12 @@ def failure(backend: Backend, config: str, drawing: Drawing) -> str:
     return next((str(found) for found in judged if not found.passed), "")
 
 
-def _on(device: torch.device) -> contextlib.AbstractContextManager[object]:
+def on_device(device: torch.device) -> contextlib.AbstractContextManager[object]:
+    """Where a device is the current one of its kind."""
     return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
 
 
-def _leave_nan(device: torch.device) -> None:
+def leave_nan(device: torch.device) -> None:
     """Fills memory that is allocated next with NaN: what a kernel does not write of its results shows as that."""
     kept = [torch.full((1 << bits,), torch.nan, device=device) for bits in range(8, 21) for _ in range(4)]
     del kept

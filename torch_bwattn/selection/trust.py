@@ -32,6 +32,7 @@ import torch
 
 from .. import backends, environment
 from ..backends.base import Backend
+from ..errors import NotCompiled
 from ..problem import Problem
 from . import drawn, on_demand, tables
 from .key import features_of
@@ -46,6 +47,7 @@ _OWN = ("cute", "helion")
 _lock = threading.RLock()
 _here = threading.local()
 _known: dict[tuple[str, Tunable], str] = {}
+"""What is wrong with a tunable where a call has such features, or nothing; features name the target too."""
 
 
 def _renew_lock() -> None:
@@ -93,11 +95,7 @@ class Verdicts:
 
     def of(self, tunable: Tunable) -> str | None:
         """What is wrong with a tunable, or nothing; None where no check was made."""
-        found = _known.get((self.features, tunable))
-        if found is not None or not self._kept:
-            return found
-        verdict = self._kept.get(_name(tunable, self.features))
-        return str(verdict["failure"]) if verdict is not None and _is_verdict(verdict) else None
+        return _found(self.features, tunable, self._kept)
 
     def of_direction(self, tunable: Tunable) -> list[str]:
         """What was kept of a tunable with any features of the same direction."""
@@ -109,6 +107,20 @@ class Verdicts:
             and (verdict["backend"], verdict["config"], verdict["versions"]) == (*tunable, versions)
             and verdict["features"].split(maxsplit=1)[0] == direction
         ]
+
+
+def _found(features: str, tunable: Tunable, kept: Mapping[str, Any]) -> str | None:
+    found = _known.get((features, tunable))
+    if found is not None or not kept:
+        return found
+    verdict = kept.get(_name(tunable, features))
+    return str(verdict["failure"]) if verdict is not None and _is_verdict(verdict) else None
+
+
+def recalled_of(target: str, features: str, tunable: Tunable) -> str | None:
+    """What checks have found of a tunable where a call has these features; None where none was made."""
+    known = _known.get((features, tunable))
+    return known if known is not None else _found(features, tunable, _store(target).load().get("verdicts", {}))
 
 
 def recalled(tunable: Tunable, problem: Problem) -> str | None:
@@ -154,33 +166,57 @@ def why_distrusted(
     """Why a tunable must not run a problem, or nothing; checks it where nobody has.
 
     Raises:
-        RuntimeError: It would have to be checked, while a CUDA graph is being captured.
+        NotCompiled: It would have to be checked, while a CUDA graph is being captured.
     """
-    found = recalled(tunable, problem)
+    features = features_of(problem)
+    return settled(
+        lambda: recalled(tunable, problem),
+        lambda: check(tunable, backend, problem, device),
+        (features, tunable),
+        capturing=capturing,
+    )
+
+
+def settled(
+    recall: Callable[[], str | None],
+    check: Callable[[], str],
+    what: tuple[str, Tunable],
+    *,
+    capturing: Callable[[], bool],
+) -> str:
+    """What is wrong with a tunable, or nothing: as it is recalled, else as a check finds, once for all threads.
+
+    Args:
+        recall: What is known; None where nothing is.
+        check: Checks it.
+        what: Features and tunable.
+        capturing: Whether a CUDA graph is being captured.
+
+    Raises:
+        NotCompiled: It would have to be checked, while a CUDA graph is being captured.
+    """
+    found = recall()
     if found is not None:
         return found
     if getattr(_here, "checks", False):  # what a backend under check calls itself
         return ""
     with _lock:
-        found = recalled(tunable, problem)
+        found = recall()
         if found is not None:
             return found
+        features, tunable = what
         if capturing():
-            raise RuntimeError(
+            raise NotCompiled(
                 f"sdpa: expected {tunable.backend} to be checked before a CUDA graph captures it, but this is "
                 "its first call with these features; make one call of this kind before the capture"
             )
-        log.debug("sdpa: first use of %s for %s, checked on a small problem", tunable, features_of(problem))
-        found = check(tunable, backend, problem, device)
-        _known[features_of(problem), tunable] = found
+        log.debug("sdpa: first use of %s for %s, checked on a small problem", tunable, features)
+        found = _known[what] = check()
         return found
 
 
 def check(tunable: Tunable, backend: Backend, problem: Problem, device: torch.device) -> str:
     """Runs the self-check and keeps its verdict: what is wrong, or nothing.
-
-    In a thread of its own: the call that asks may be inside an operator, where autograd, which the references need, is
-    out of reach, or below modes and transforms that must not see the check; and it may itself be a backward.
 
     Raises:
         BaseException: The references', and of the kernel's those that say nothing of it: lack of memory, a lost device.
@@ -190,20 +226,36 @@ def check(tunable: Tunable, backend: Backend, problem: Problem, device: torch.de
         if not says_nothing:
             keep(problem, tunable, failure)
         return failure
+
+    def run() -> str:
+        drawing = drawn.draw(problem, device)
+        failure, raised = judged(lambda: drawn.failure(backend, tunable.config, drawing))
+        if not raised:
+            keep(problem, tunable, failure)
+        return failure
+
+    return in_a_thread(run)
+
+
+def in_a_thread(run: Callable[[], str]) -> str:
+    """What a check finds, in a thread of its own.
+
+    The call that asks may be inside an operator, where autograd, which the references need, is out of reach, or below
+    modes and transforms that must not see the check; and it may itself be a backward.
+    """
     found: list[str | BaseException] = []
 
-    def run() -> None:
+    def checked() -> None:
         _here.checks = True
         try:
             # Not by autograd's own thread, which may be the one that waits.
             with torch.autograd.set_multithreading_enabled(False), warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # PyTorch's, of its own functions that are for tests
-                drawing = drawn.draw(problem, device)
-                found.append(_judged(tunable, backend, problem, drawing))
+                found.append(run())
         except BaseException as error:  # noqa: BLE001 (raised in the thread that asked)
             found.append(error)
 
-    thread = threading.Thread(target=run, name="bwattn-check")
+    thread = threading.Thread(target=checked, name="bwattn-check")
     thread.start()
     thread.join()
     (result,) = found
@@ -212,15 +264,22 @@ def check(tunable: Tunable, backend: Backend, problem: Problem, device: torch.de
     return result
 
 
-def _judged(tunable: Tunable, backend: Backend, problem: Problem, drawing: drawn.Drawing) -> str:
+def judged(run: Callable[[], str], *, refusal: tuple[type[Exception], ...] = ()) -> tuple[str, bool]:
+    """What is wrong with a kernel's results, or nothing; and whether it raised, which is for this process only.
+
+    Args:
+        run: Says what is wrong with them.
+        refusal: What it raises where the kernel does not take the call.
+
+    Raises:
+        Exception: One that says nothing of the kernel's results: a refusal, lack of memory, a lost device.
+    """
     try:
-        failure = drawn.failure(backend, tunable.config, drawing)
+        return run(), False
     except Exception as error:
-        if lacks_memory(error) or device_is_lost(error):
+        if isinstance(error, refusal) or lacks_memory(error) or device_is_lost(error):
             raise
-        return f"{type(error).__name__}: {error}"
-    keep(problem, tunable, failure)
-    return failure
+        return f"{type(error).__name__}: {error}", True
 
 
 def lacks_memory(error: Exception) -> bool:
@@ -241,14 +300,15 @@ def device_is_lost(error: Exception) -> bool:
 
 def _name(tunable: Tunable, features: str) -> str:
     """What a verdict is of: features, tunable, and the versions that make the code."""
-    return _hashed(features, *tunable, _digest())
+    return hashed(features, *tunable, _digest())
 
 
 def _digest() -> str:
-    return _hashed(*(f"{name} {version}" for name, version in sorted(_versions().items())))
+    return hashed(*(f"{name} {version}" for name, version in sorted(_versions().items())))
 
 
-def _hashed(*lines: str) -> str:
+def hashed(*lines: str) -> str:
+    """A name for some lines, of 32 letters."""
     return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:32]
 
 
@@ -278,9 +338,14 @@ def forget(target: str) -> None:
 
 def keep(problem: Problem, tunable: Tunable, failure: str) -> None:
     """Keeps a verdict, for this process and for later ones: what is wrong, or nothing."""
-    _known[features_of(problem), tunable] = failure
+    keep_of(problem.target, features_of(problem), tunable, failure)
+
+
+def keep_of(target: str, features: str, tunable: Tunable, failure: str) -> None:
+    """:func:`keep` where a call has these features."""
+    _known[features, tunable] = failure
     verdict = {
-        "features": features_of(problem),
+        "features": features,
         "backend": tunable.backend,
         "config": tunable.config,
         "versions": _digest(),
@@ -291,4 +356,4 @@ def keep(problem: Problem, tunable: Tunable, failure: str) -> None:
     def change(contents: dict[str, Any]) -> None:
         contents.setdefault("verdicts", {})[_name(tunable, verdict["features"])] = verdict
 
-    _store(problem.target).update(change)
+    _store(target).update(change)

@@ -20,6 +20,7 @@ from torch_bwattn.backends.flex_inputs import BlockLists, FlexInputs, Mod, visit
 from torch_bwattn.backends.helion import configs, flex
 from torch_bwattn.errors import UnsupportedProblem
 from torch_bwattn.ops import flex as flex_op
+from torch_bwattn.selection import trust
 
 interpreted = pytest.mark.interpreted
 
@@ -188,6 +189,7 @@ def test_captured_integers():
 def test_through_the_operator(monkeypatch):
     monkeypatch.setattr(flex, "why_not", lambda x: "")
     monkeypatch.setattr(flex, "_chosen", lambda x: _SMALL)
+    monkeypatch.setattr(trust, "passed_tests", lambda target: True)
     slopes = _SLOPES.clone().requires_grad_()
     q_k_v = operands(4, 40, 50, kv_heads=2, width=16)
     mask = create_block_mask(band, None, None, 40, 50, device="cpu", BLOCK_SIZE=32)
