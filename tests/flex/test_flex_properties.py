@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.nn.attention.flex_attention import create_block_mask
 
+from torch_bwattn.backends import flex_blockwise
 from torch_bwattn.flex.attention import flex_attention
 
 from .dense import check, operands
@@ -17,7 +18,13 @@ from .drawn import COMPARED, MOST, Captured, compared, masks, score_mods
 
 _SETTINGS = settings(max_examples=200, deadline=None, derandomize=True, database=None)
 _LENGTHS = st.tuples(st.integers(1, MOST), st.integers(1, MOST))
-_BLOCK = st.sampled_from([8, 16, (16, 8), 128, 5])
+_BLOCK = st.sampled_from([8, 16, (16, 8), 128, 5, 27])
+
+
+@pytest.fixture(autouse=True)
+def _few_rows_at_a_time(monkeypatch):
+    """As in long calls: fewer rows than some blocks have, and no divisor of others."""
+    monkeypatch.setattr(flex_blockwise, "SMALLEST_BUDGET", 1)
 
 
 def _lists(mask, lengths, block):

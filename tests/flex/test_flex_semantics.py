@@ -61,12 +61,12 @@ def test_block_sizes(block, lengths):
     check(operands(2, *lengths), _times_three, _lists(_sparse, *lengths, block=block))
 
 
-def test_many_blocks_of_rows():
-    check(
-        operands(4, 700, batch=1),
-        _times_three,
-        _lists(lambda b, h, q, k: (q // 90 == k // 90) | (k < 5), 700, block=64),
-    )
+@pytest.mark.parametrize("block", [64, 128, 500])
+def test_many_blocks_of_rows(block):
+    """Beside fewer rows at a time than a block has, and beside whole blocks."""
+    mask = _lists(lambda b, h, q, k: (q // 90 == k // 90) | (k < 5), 700, block=block)
+    for kv_heads in (1, 4):
+        check(operands(4, 700, kv_heads=kv_heads), _times_three, mask, enable_gqa=True)
 
 
 def test_batch_and_heads_of_mask():

@@ -83,8 +83,9 @@ def _blocks_of_rows(x: FlexInputs) -> Iterator[_Rows]:
         size = lists.sizes[0]
         step = step // size * size if step >= size else step
     every = [torch.arange(size, device=x.q.device) for size in (batch, heads, q_len, kv_len)]
-    for start in range(0, q_len, step):
-        stop = min(start + step, q_len)
+    stop = 0
+    while stop < q_len:
+        start, stop = stop, min(stop + step, q_len)
         if lists is not None and step < lists.sizes[0]:
             stop = min(stop, (start // lists.sizes[0] + 1) * lists.sizes[0])
         keys = None if lists is None else lists.keys(range(start, stop), kv_len)
