@@ -28,6 +28,7 @@ PROBLEMS = {
         "mask_dtype": torch.float16,
         "mask_sizes": (1, 1, 517, 517),
     },
+    "additive mask in bfloat16": {"kv_heads": 2, "mask_dtype": torch.bfloat16, "mask_sizes": (1, 1, 517, 517)},
     "mask of keys": {"mask_dtype": torch.bool, "mask_sizes": (2, 1, 1, 517)},
     "mask of all": {"mask_dtype": torch.bool, "mask_sizes": (1, 1, 517, 517), "head_dim": 128, "value_dim": 128},
     "wide": {"head_dim": 128, "value_dim": 128},

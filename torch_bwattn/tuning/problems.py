@@ -112,6 +112,16 @@ def _release(target: str) -> Iterator[Problem]:
     for width in (32, 96, 192):
         yield _causal(_plain(target, width, 16, 32768, kv_heads=4))
         yield from _both(_causal(_plain(target, width, 16384, 16384)))
+    for width, q_len in itertools.product((96, 192), (16, 128)):
+        few = _plain(target, width, q_len, 8192, kv_heads=4)
+        for fields in (_masked(torch.bool, q_len, 8192), _masked(torch.bfloat16, q_len, 8192)):
+            yield dataclasses.replace(few, **fields)
+        for batch, kv_len in ((4, 4096), (8, 16384)):
+            yield _causal(dataclasses.replace(few, batch=batch, kv_len=kv_len))
+    for width in (96, 192):
+        yield from _both(_causal(_plain(target, width, 8192, 8192, kv_heads=4)))
+    for width, dtype in itertools.product((64, 96, 128, 256), (torch.bool, torch.bfloat16)):
+        yield from _both(dataclasses.replace(_plain(target, width, 2048, 2048), batch=2, **_masked(dtype, 2048, 2048)))
 
 
 def _masked(dtype: torch.dtype, q_len: int, kv_len: int) -> dict[str, Any]:
