@@ -39,7 +39,7 @@ class Pattern:
     Attributes:
         score_mod: Or None.
         mask_mod: Or None.
-        learned: Captured tensors that get gradients.
+        learned: Captured tensors that get gradients in a backward.
     """
 
     score_mod: Mod | None = None
@@ -78,7 +78,7 @@ def _softcap(row: Row, device: torch.device) -> Pattern:
 def _relative_bias(row: Row, device: torch.device) -> Pattern:
     generator = torch.Generator(device=device).manual_seed(1)
     size, last = (row.heads, 2 * row.length - 1), row.length - 1
-    table = torch.randn(size, device=device, generator=generator).to(getattr(torch, row.dtype)).requires_grad_()
+    table = torch.randn(size, device=device, generator=generator).to(getattr(torch, row.dtype))
     return Pattern(lambda score, b, h, q_idx, kv_idx: score + table[h, q_idx - kv_idx + last], None, (table,))
 
 
@@ -212,6 +212,8 @@ def _measure_direction(
     density = density_of(mask)
     records: dict[str, dict[str, Any]] = {}
     contenders: dict[str, Contender] = {}
+    for table in pattern.learned:  # FLASH takes none that needs a gradient, and a forward needs none
+        table.requires_grad_(direction == BACKWARD)
     for provider in _PROVIDERS:
         record = records[provider] = {
             "provider": provider, "status": document.OK, "pattern": name, "direction": direction, "shape": row.shape,

@@ -37,6 +37,7 @@ from .schema import NAMESPACE, library
 log = logging.getLogger(__name__)
 
 _BLOCKWISE, _HELION, _CUTE = "reference", "helion", "cute"
+_FAILED = "failed its check on a corner of the call"
 
 Mods = tuple[
     str | None,
@@ -229,9 +230,6 @@ def way(direction: str, x: FlexInputs, wanted: Sequence[bool]) -> str:
         return f"refused by {pin}: {reasons[0][1]}"
     said = "; ".join(f"not {backend}, {reason}" for backend, reason in reasons)
     return f"{_BLOCKWISE}, in PyTorch's own operations; {said}" if said else f"{_BLOCKWISE}, which was pinned"
-
-
-_FAILED = "failed its check on a corner of the call"
 
 
 def _words(backend: str, direction: str, x: FlexInputs) -> str:
