@@ -11,7 +11,7 @@ import dataclasses
 import functools
 import logging
 import weakref
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -27,7 +27,7 @@ from ..errors import NotCompiled, UnsupportedProblem
 from ..layout import empty_like_order, lse_dtype
 from ..mods.program import Program, parsed
 from ..mods.recognize import Features, recognized, why_not
-from ..selection import attempts, flex_check, trust
+from ..selection import attempts, flex_check
 from ..selection.flex_check import FlexCall
 from ..selection.pin import pinned
 from ..selection.tables import Tunable
@@ -37,7 +37,6 @@ from .schema import NAMESPACE, library
 log = logging.getLogger(__name__)
 
 _BLOCKWISE, _HELION, _CUTE = "reference", "helion", "cute"
-_FAILED = "failed its check on a corner of the call"
 
 Mods = tuple[
     str | None,
@@ -219,12 +218,13 @@ def way(direction: str, x: FlexInputs, wanted: Sequence[bool]) -> str:
         return f"refused: {error}"
     for backend in backends:
         reason = _why_not(backend, x, asked)
-        config = "" if reason else _words(backend, direction, x)
-        failure = "" if reason else flex_check.recalled(asked.call(x), Tunable(backend, config))
-        reason = f"{config} {_FAILED}: {failure}" if failure else reason
         if not reason:
-            others = "".join(f"; not {other}, {why}" for other, why in reasons)
-            return f"{backend}, {config}{others}"
+            tunable = _tunable(backend, direction, x)
+            failure = flex_check.recalled(asked.call(x), tunable)
+            if not failure:
+                others = "".join(f"; not {other}, {why}" for other, why in reasons)
+                return f"{backend}, {tunable.config}{others}"
+            reason = _failed(tunable.config, failure)
         reasons.append((backend, reason))
     if pin in _BY_KERNELS:
         return f"refused by {pin}: {reasons[0][1]}"
@@ -232,9 +232,13 @@ def way(direction: str, x: FlexInputs, wanted: Sequence[bool]) -> str:
     return f"{_BLOCKWISE}, in PyTorch's own operations; {said}" if said else f"{_BLOCKWISE}, which was pinned"
 
 
-def _words(backend: str, direction: str, x: FlexInputs) -> str:
-    """The configs that a backend's kernels run with."""
-    return (cute_flex if backend == _CUTE else helion_flex).words(direction, x)
+def _tunable(backend: str, direction: str, x: FlexInputs) -> Tunable:
+    """A backend with the configs that its kernels run with."""
+    return Tunable(backend, (cute_flex if backend == _CUTE else helion_flex).words(direction, x))
+
+
+def _failed(kernels: object, failure: str) -> str:
+    return f"{kernels} failed its check on a corner of the call: {failure}"
 
 
 def _by_kernels(
@@ -268,14 +272,7 @@ def _by_kernels(
             except Exception as error:
                 if asked.pin == backend or attempts.ends_attempts(error):
                     raise
-                reason = f"{type(error).__name__}: {' '.join(str(error).split())[:400]}"
-                storage.tell_once(
-                    log,
-                    f"flex_attention {asked.direction}: {backend} cannot run, the next backend does: {reason}",
-                    about=(_refused_key(backend, x, asked), type(error).__name__),
-                )
-                if not trust.lacks_memory(error):
-                    _refused[_refused_key(backend, x, asked)] = reason
+                reason = _passed_over(backend, x, asked, attempts.failure_of(error))
         if asked.pin == backend:
             nearest = _BLOCKWISE if backend == _HELION else _HELION
             raise UnsupportedProblem(f"flex_attention: backend {backend} was pinned: {reason}; nearest: {nearest}")
@@ -283,11 +280,23 @@ def _by_kernels(
     return None
 
 
-def _unless_right(backend: str, x: FlexInputs, asked: _Asked, run: Callable[..., Any]) -> str:
+def _passed_over(backend: str, x: FlexInputs, asked: _Asked, failure: attempts.Failure) -> str:
+    """Why kernels that raised do not run a call: told once, and remembered unless memory was lacking."""
+    key, reason = _refused_key(backend, x, asked), f"{failure.kind}: {failure.text}"
+    text = f"flex_attention {asked.direction}: {backend} cannot run, the next backend does: {reason}"
+    storage.tell_once(log, text, about=(key, failure.kind))
+    if not failure.lacks_memory:
+        _refused[key] = reason
+    return reason
+
+
+def _unless_right(backend: str, x: FlexInputs, asked: _Asked, run: flex_check.Run) -> str:
     """Why kernels must not run a call, or nothing; what nobody vouches for is checked before its first use."""
-    tunable = Tunable(backend, _words(backend, asked.direction, x))
+    if flex_check.is_vouched_for(x):
+        return ""
+    tunable = _tunable(backend, asked.direction, x)
     failure = flex_check.why_distrusted(asked.call(x), tunable, run, capturing=attempts.capturing)
-    return f"{tunable} {_FAILED}: {failure}" if failure else ""
+    return _failed(tunable, failure) if failure else ""
 
 
 def forward(query: Tensor, key: Tensor, value: Tensor, scale: float, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:

@@ -30,7 +30,7 @@ _failed: dict[tuple[str, Key, Tunable], str] = {}
 """Why a candidate is not tried again in this process, with these features and sizes of these buckets."""
 
 
-class _Failure(NamedTuple):
+class Failure(NamedTuple):
     """What is kept of an error. Its traceback would keep the tensors of the candidate that failed."""
 
     kind: str
@@ -75,7 +75,7 @@ class Attempts:
         except Exception as error:
             if self._is_final(index, error):
                 raise
-            failure = _failure_of(error)
+            failure = failure_of(error)
         else:
             self.name = name
             return result
@@ -107,7 +107,7 @@ class Attempts:
         """Whether an error is the caller's: nothing else may run, or nothing can after it."""
         return self._made.pinned is not None or index + 1 == len(self._able) or ends_attempts(error)
 
-    def _after(self, index: int, failure: _Failure, args: tuple[Any, ...]) -> Any:
+    def _after(self, index: int, failure: Failure, args: tuple[Any, ...]) -> Any:
         """Goes on with the candidates after the one that failed."""
         problem, failed = self._made.problem, self._able[index]
         _tell(failed, problem, failure)
@@ -126,7 +126,7 @@ class Attempts:
         except Exception as error:
             if self._is_final(index, error):
                 raise
-            failure = _failure_of(error)
+            failure = failure_of(error)
         else:
             self.name = self._able[index].backend
             return result
@@ -138,12 +138,13 @@ def _known_failure(problem: Problem, tunable: Tunable) -> bool:
     return (features_of(problem), key_of(problem), tunable) in _failed
 
 
-def _failure_of(error: Exception) -> _Failure:
+def failure_of(error: Exception) -> Failure:
+    """What is kept of an error."""
     text = " ".join(str(error).split())[:400]
-    return _Failure(type(error).__name__, text, trust.lacks_memory(error))
+    return Failure(type(error).__name__, text, trust.lacks_memory(error))
 
 
-def _tell(failed: Candidate, problem: Problem, failure: _Failure) -> None:
+def _tell(failed: Candidate, problem: Problem, failure: Failure) -> None:
     text = f"sdpa: {failed.tunable} cannot run {features_of(problem)}, the next candidate does: {failure.text}"
     storage.tell_once(log, text, about=(failed.tunable, features_of(problem), failure.kind))
 

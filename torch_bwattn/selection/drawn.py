@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import math
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -17,15 +18,15 @@ from ..backends.philox import keep_mask
 from ..problem import Problem
 from .key import FEW_QUERIES, has_whole_keys
 
-_CHECKED_Q_LEN, _CHECKED_KV_LEN = 330, 590
+CHECKED_Q_LEN, CHECKED_KV_LEN = 330, 590
 """Of a self-check's problem: past the largest tiles, of 256 and of 512, and no multiple of any."""
 
 
 def small(problem: Problem) -> Problem:
     """A problem with the features of another (:func:`.key.features_of`), at the sizes of a self-check."""
     group, kv_heads = problem.heads // problem.kv_heads, min(problem.kv_heads, 2)
-    q_len = problem.q_len if problem.q_len <= FEW_QUERIES else _CHECKED_Q_LEN
-    kv_len = _CHECKED_KV_LEN
+    q_len = problem.q_len if problem.q_len <= FEW_QUERIES else CHECKED_Q_LEN
+    kv_len = CHECKED_KV_LEN
     if problem.kv_len <= problem.q_len:
         kv_len = q_len if problem.kv_len == problem.q_len else max(1, q_len // 2)
     if has_whole_keys(problem):
@@ -68,23 +69,32 @@ def _small_window(problem: Problem, q_len: int, kv_len: int) -> tuple[int | None
     return moved(high), moved(high) - width
 
 
+def normal(generator: torch.Generator, sizes: Sequence[int], dtype: torch.dtype) -> Tensor:
+    """Normal values on the generator's device."""
+    return torch.randn(sizes, generator=generator, device=generator.device, dtype=torch.float32).to(dtype)
+
+
+def operand(generator: torch.Generator, sizes: Sequence[int], dtype: torch.dtype, *, aligned: bool = True) -> Tensor:
+    """Normal values ``[B, H, S, D]``, in ``[B, S, H, D]`` order in memory, from a base that is off by one or not."""
+    batch, heads, length, width = sizes
+    shift = 0 if aligned else 1
+    return normal(generator, (batch, length, heads, width + shift), dtype)[..., shift:].transpose(1, 2)
+
+
 def inputs(problem: Problem, device: torch.device | str, seed: int = 0) -> ForwardInputs:
     """Normal values in ``[B, S, H, D]`` order in memory, from a base that is off by one where the problem's is.
 
     A mask hides the second row, and adds its dtype's least number to all of the third.
     """
     generator = torch.Generator(device=device).manual_seed(seed)
-    shift = 0 if problem.bulk_copies else 1
 
-    def normal(*sizes: int, dtype: torch.dtype = problem.dtype) -> Tensor:
-        return torch.randn(sizes, generator=generator, device=device, dtype=torch.float32).to(dtype)
-
-    def operand(heads: int, length: int, width: int) -> Tensor:
-        return normal(problem.batch, length, heads, width + shift)[..., shift:].transpose(1, 2)
+    def of_heads(heads: int, length: int, width: int) -> Tensor:
+        sizes = (problem.batch, heads, length, width)
+        return operand(generator, sizes, problem.dtype, aligned=problem.bulk_copies)
 
     mask = rng_state = sink = None
     if problem.mask_dtype is not None and problem.mask_sizes is not None:
-        mask = normal(*problem.mask_sizes, dtype=torch.float32)
+        mask = normal(generator, problem.mask_sizes, torch.float32)
         mask = mask > -1.0 if problem.mask_dtype == torch.bool else mask.to(problem.mask_dtype)
         if mask.shape[2] > 2:
             mask[:, :, 1] = False if problem.mask_dtype == torch.bool else -torch.inf
@@ -93,11 +103,11 @@ def inputs(problem: Problem, device: torch.device | str, seed: int = 0) -> Forwa
     if problem.dropout_p > 0.0:
         rng_state = torch.tensor([seed + 1], dtype=torch.int64, device=device)
     if problem.sink_dtype is not None:
-        sink = normal(problem.heads, dtype=problem.sink_dtype)
+        sink = normal(generator, (problem.heads,), problem.sink_dtype)
     return ForwardInputs(
-        operand(problem.heads, problem.q_len, problem.head_dim),
-        operand(problem.kv_heads, problem.kv_len, problem.head_dim),
-        operand(problem.kv_heads, problem.kv_len, problem.value_dim),
+        of_heads(problem.heads, problem.q_len, problem.head_dim),
+        of_heads(problem.kv_heads, problem.kv_len, problem.head_dim),
+        of_heads(problem.kv_heads, problem.kv_len, problem.value_dim),
         mask, rng_state, sink,
     )  # fmt: skip
 
@@ -149,9 +159,8 @@ def _backward_inputs(problem: Problem, x: ForwardInputs, out: Tensor, lse: Tenso
 def gradient_of(problem: Problem, x: ForwardInputs, seed: int = 1) -> Tensor:
     """A gradient of the output, laid out as the query."""
     generator = torch.Generator(device=x.q.device).manual_seed(seed)
-    sizes = (problem.batch, problem.q_len, problem.heads, problem.value_dim)
-    drawn = torch.randn(sizes, generator=generator, device=x.q.device, dtype=torch.float32)
-    return drawn.to(problem.dtype).transpose(1, 2)
+    sizes = (problem.batch, problem.heads, problem.q_len, problem.value_dim)
+    return operand(generator, sizes, problem.dtype)
 
 
 def wanted(problem: Problem) -> tuple[bool, bool, bool, bool, bool]:

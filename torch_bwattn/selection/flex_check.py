@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -25,11 +25,11 @@ from ..problem import dtype_name, suits_bulk_copies
 from ..target import target_of
 from ..testing import GRADIENT_FACTOR, OUTPUT_FACTOR, accuracy
 from . import trust
-from .drawn import leave_nan, on_device
+from .drawn import CHECKED_KV_LEN, CHECKED_Q_LEN, leave_nan, on_device, operand
 from .tables import Tunable
 
-_Q_LENS, _KV_LENS = (330, 384), (590, 640)
-"""Of the check: past the largest tiles and no multiple of any, or about where there are some whole ones."""
+_Q_LENS, _KV_LENS = (CHECKED_Q_LEN, 384), (CHECKED_KV_LEN, 640)
+"""Of the check: no multiple of any tile, as without mods, or about where there are some whole ones."""
 _TILE = 128
 
 Run = Callable[..., tuple[Any, ...]]
@@ -109,60 +109,64 @@ _hashed = functools.lru_cache(maxsize=1024)(trust.hashed)
 def small(x: FlexInputs) -> FlexInputs:
     """A corner of a call, with operands that are drawn: normal values, in ``[B, S, H, D]`` order in memory."""
     generator = torch.Generator(device=x.q.device).manual_seed(0)
-    shift = 0 if _is_aligned(x) else 1
+    aligned = _is_aligned(x)
     group, kv_heads = x.q.shape[1] // x.k.shape[1], min(x.k.shape[1], 2)
     batch = min(x.q.shape[0], 2)
     q_len = _short(x.q.shape[2], *_Q_LENS, _blocks(x)[0])
     kv_len = _short(x.k.shape[2], *_KV_LENS, _blocks(x)[1])
 
-    def operand(of: Tensor, heads: int, length: int) -> Tensor:
-        shape = (min(of.shape[0], batch), length, heads, of.shape[3] + shift)
-        drawn = torch.randn(shape, generator=generator, device=of.device, dtype=torch.float32)
-        return drawn.to(of.dtype)[..., shift:].transpose(1, 2)
+    def drawn(of: Tensor, heads: int, length: int) -> Tensor:
+        sizes = (min(of.shape[0], batch), heads, length, of.shape[3])
+        return operand(generator, sizes, of.dtype, aligned=aligned)
 
-    q, k, v = operand(x.q, kv_heads * group, q_len), operand(x.k, kv_heads, kv_len), operand(x.v, kv_heads, kv_len)
+    q, k, v = drawn(x.q, kv_heads * group, q_len), drawn(x.k, kv_heads, kv_len), drawn(x.v, kv_heads, kv_len)
     blocks = None if x.blocks is None else cut(x.blocks, x.k.shape[2], q.shape[:2], (q_len, kv_len))
     return FlexInputs(q, k, v, x.scale, x.score_mod, x.mask_mod, blocks)
 
 
-def failure(call: FlexCall, run: Run) -> str:
-    """By how much the results of a call's corner break the accuracy rule, or nothing. Exceptions are the caller's."""
+@dataclasses.dataclass(frozen=True)
+class Drawing:
+    """A call's corner, and what is right.
+
+    Attributes:
+        x: The corner.
+        more: What a backward is given beside.
+        names: Of the results.
+        factor: How many times the error of ``usual`` the accuracy rule allows.
+        right: In float64; None for what is not asked for.
+        usual: What the operands' own precision gives.
+    """
+
+    x: FlexInputs
+    more: tuple[Any, ...]
+    names: Sequence[str]
+    factor: float
+    right: Sequence[Tensor | None]
+    usual: Sequence[Tensor | None]
+
+
+def draw(call: FlexCall) -> Drawing:
+    """What kernels are checked on for a call: :func:`small` of it."""
     x = small(call.x)
     exact = dataclasses.replace(x, q=x.q.double(), k=x.k.double(), v=x.v.double())
     with on_device(x.q.device), torch.no_grad():
-        for name, factor, *results in (_forward if call.direction == "forward" else _backward)(call, x, exact, run):
-            found, right, usual = results
-            if found is not None and right is not None and usual is not None:
-                verdict = accuracy(found, right, usual, factor=factor, name=name)
-                if not verdict.passed:
-                    return str(verdict)
-    return ""
+        right = flex_blockwise.forward(exact)
+        if call.direction == "backward":
+            return _backward(call, x, exact, *right[:2])
+        names = ("out", "lse", "max_scores") if call.with_max_scores else ("out", "lse")
+        return Drawing(x, (), names, OUTPUT_FACTOR, right, flex_blockwise.forward(x, held=x.q.dtype))
 
 
-_Compared = tuple[str, float, Tensor | None, Tensor | None, Tensor | None]
-"""A result's name, its factor in the rule, what was found, what is right, and what its own precision gives."""
-
-
-def _forward(call: FlexCall, x: FlexInputs, exact: FlexInputs, run: Run) -> Iterator[_Compared]:
-    right, usual = flex_blockwise.forward(exact), flex_blockwise.forward(x, held=x.q.dtype)
-    leave_nan(x.q.device)
-    found = run(x)
-    for place, name in enumerate(("out", "lse", "max_scores") if call.with_max_scores else ("out", "lse")):
-        yield name, OUTPUT_FACTOR, found[place], right[place], usual[place]
-
-
-def _backward(call: FlexCall, x: FlexInputs, exact: FlexInputs, run: Run) -> Iterator[_Compared]:
+def _backward(call: FlexCall, x: FlexInputs, exact: FlexInputs, out: Tensor, lse: Tensor) -> Drawing:
     generator = torch.Generator(device=x.q.device).manual_seed(1)
-    out, lse, _ = flex_blockwise.forward(exact)
     grad_out = torch.empty_like(out, dtype=x.q.dtype).normal_(generator=generator)
     grad_lse = torch.empty_like(lse, dtype=x.dtype).normal_(generator=generator) if call.lse_grad else None
     rounded, wanted = empty_like_order(x.q, x.v.shape[3]).copy_(out), call.wanted
     right = _flat(flex_blockwise.backward(exact, grad_out, grad_lse, lse, wanted))
     usual = _flat(flex_blockwise.backward(x, grad_out, grad_lse, lse, wanted, held_as=rounded))
-    leave_nan(x.q.device)
-    found = _flat(run(x, grad_out, grad_lse, rounded, lse.to(x.dtype), wanted))
-    for place, name in enumerate(("dq", "dk", "dv", *(f"captured tensor {i}" for i in range(len(wanted))))):
-        yield name, GRADIENT_FACTOR, found[place], right[place], usual[place]
+    names = ("dq", "dk", "dv", *(f"captured tensor {place}" for place in range(len(wanted))))
+    more = (grad_out, grad_lse, rounded, lse.to(x.dtype), wanted)
+    return Drawing(x, more, names, GRADIENT_FACTOR, right, usual)
 
 
 def _flat(grads: Sequence[Any]) -> tuple[Tensor | None, ...]:
@@ -170,14 +174,35 @@ def _flat(grads: Sequence[Any]) -> tuple[Tensor | None, ...]:
     return (*grads[:3], *grads[3])
 
 
+def failure(drawing: Drawing, run: Run) -> str:
+    """By how much results break the accuracy rule, or nothing. The kernels' exceptions are the caller's."""
+    x = drawing.x
+    with on_device(x.q.device), torch.no_grad():
+        leave_nan(x.q.device)
+        results = run(x, *drawing.more)
+        found = _flat(results) if drawing.more else results
+        for name, one, right, usual in zip(drawing.names, found, drawing.right, drawing.usual, strict=False):
+            if one is not None and right is not None and usual is not None:
+                verdict = accuracy(one, right, usual, factor=drawing.factor, name=name)
+                if not verdict.passed:
+                    return str(verdict)
+    return ""
+
+
+def is_vouched_for(x: FlexInputs) -> bool:
+    """Whether no kernels need a check where a call is."""
+    return trust.passed_tests(target_of(x.q.device))
+
+
 def recalled(call: FlexCall, tunable: Tunable) -> str | None:
     """What is known of kernels without a check: what is wrong, or nothing; None where nobody vouches for them."""
-    target = target_of(call.x.q.device)
-    return "" if trust.passed_tests(target) else trust.recalled_of(target, features_of(call), tunable)
+    if is_vouched_for(call.x):
+        return ""
+    return trust.recalled_of(target_of(call.x.q.device), features_of(call), tunable)
 
 
 def why_distrusted(call: FlexCall, tunable: Tunable, run: Run, *, capturing: Callable[[], bool]) -> str:
-    """What is wrong with kernels for a call, or nothing; checks them where nobody has.
+    """What is wrong with kernels that nobody vouches for, or nothing; checks them where nobody has.
 
     Args:
         call: It.
@@ -189,20 +214,18 @@ def why_distrusted(call: FlexCall, tunable: Tunable, run: Run, *, capturing: Cal
         NotCompiled: They would have to be checked, while a CUDA graph is being captured.
         UnsupportedProblem: They do not take its mods.
     """
-    known = recalled(call, tunable)
-    if known is not None:
-        return known
-    device, features = call.x.q.device, features_of(call)
-
-    def checked() -> str:
-        found, raised = trust.judged(functools.partial(failure, call, run), refusal=(UnsupportedProblem,))
-        if not raised:
-            trust.keep_of(target_of(device), features, tunable, found)
-        return found
+    device, target, features = call.x.q.device, target_of(call.x.q.device), features_of(call)
 
     def check() -> str:
         if device.type == "cuda":
             torch.cuda.current_stream(device).synchronize()  # the check reads what was captured, on another stream
-        return trust.in_a_thread(checked)
+        return trust.checked(
+            target,
+            (features, tunable),
+            lambda: draw(call),
+            lambda drawing: failure(drawing, run),
+            refusal=(UnsupportedProblem,),
+        )
 
-    return trust.settled(lambda: recalled(call, tunable), check, (features, tunable), capturing=capturing)
+    recall = functools.partial(trust.recalled_of, target, features, tunable)
+    return trust.settled(recall, check, (features, tunable), capturing=capturing)

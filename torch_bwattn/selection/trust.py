@@ -26,7 +26,7 @@ import threading
 import warnings
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -91,11 +91,11 @@ class Verdicts:
 
     def __init__(self, problem: Problem) -> None:
         self.problem, self.features = problem, features_of(problem)
-        self._kept: Mapping[str, Any] = _store(problem.target).load().get("verdicts", {})
+        self._kept = _kept(problem.target)
 
     def of(self, tunable: Tunable) -> str | None:
         """What is wrong with a tunable, or nothing; None where no check was made."""
-        return _found(self.features, tunable, self._kept)
+        return _found(self.features, tunable, lambda: self._kept)
 
     def of_direction(self, tunable: Tunable) -> list[str]:
         """What was kept of a tunable with any features of the same direction."""
@@ -109,18 +109,24 @@ class Verdicts:
         ]
 
 
-def _found(features: str, tunable: Tunable, kept: Mapping[str, Any]) -> str | None:
+def _kept(target: str) -> Mapping[str, Any]:
+    """The verdicts of the file, by name."""
+    found: Mapping[str, Any] = _store(target).load().get("verdicts", {})
+    return found
+
+
+def _found(features: str, tunable: Tunable, kept: Callable[[], Mapping[str, Any]]) -> str | None:
     found = _known.get((features, tunable))
-    if found is not None or not kept:
+    if found is not None:
         return found
-    verdict = kept.get(_name(tunable, features))
+    verdicts = kept()
+    verdict = verdicts.get(_name(tunable, features)) if verdicts else None
     return str(verdict["failure"]) if verdict is not None and _is_verdict(verdict) else None
 
 
 def recalled_of(target: str, features: str, tunable: Tunable) -> str | None:
     """What checks have found of a tunable where a call has these features; None where none was made."""
-    known = _known.get((features, tunable))
-    return known if known is not None else _found(features, tunable, _store(target).load().get("verdicts", {}))
+    return _found(features, tunable, lambda: _kept(target))
 
 
 def recalled(tunable: Tunable, problem: Problem) -> str | None:
@@ -226,60 +232,71 @@ def check(tunable: Tunable, backend: Backend, problem: Problem, device: torch.de
         if not says_nothing:
             keep(problem, tunable, failure)
         return failure
-
-    def run() -> str:
-        drawing = drawn.draw(problem, device)
-        failure, raised = judged(lambda: drawn.failure(backend, tunable.config, drawing))
-        if not raised:
-            keep(problem, tunable, failure)
-        return failure
-
-    return in_a_thread(run)
+    return checked(
+        problem.target,
+        (features_of(problem), tunable),
+        lambda: drawn.draw(problem, device),
+        lambda drawing: drawn.failure(backend, tunable.config, drawing),
+    )
 
 
-def in_a_thread(run: Callable[[], str]) -> str:
-    """What a check finds, in a thread of its own.
+_Drawing = TypeVar("_Drawing")
 
-    The call that asks may be inside an operator, where autograd, which the references need, is out of reach, or below
-    modes and transforms that must not see the check; and it may itself be a backward.
+
+def checked(
+    target: str,
+    what: tuple[str, Tunable],
+    draw: Callable[[], _Drawing],
+    failure_of: Callable[[_Drawing], str],
+    *,
+    refusal: tuple[type[Exception], ...] = (),
+) -> str:
+    """What is wrong with a kernel's results, or nothing, which is kept; or what it raises, for this process only.
+
+    In a thread of its own: the call that asks may be inside an operator, where autograd, which the references need, is
+    out of reach, or below modes and transforms that must not see the check; and it may itself be a backward.
+
+    Args:
+        target: Where it runs.
+        what: Features and tunable.
+        draw: Makes a small problem, and what is right for it.
+        failure_of: Runs the kernel on that, and says what is wrong.
+        refusal: What the kernel raises where it does not take the call.
+
+    Raises:
+        BaseException: The references', and of the kernel's those that say nothing of its results: a refusal, lack of
+            memory, a lost device.
     """
     found: list[str | BaseException] = []
 
-    def checked() -> None:
+    def judged() -> str:
+        drawing = draw()
+        try:
+            failure = failure_of(drawing)
+        except Exception as error:
+            if isinstance(error, refusal) or lacks_memory(error) or device_is_lost(error):
+                raise
+            return f"{type(error).__name__}: {error}"
+        keep_of(target, *what, failure)
+        return failure
+
+    def run() -> None:
         _here.checks = True
         try:
             # Not by autograd's own thread, which may be the one that waits.
             with torch.autograd.set_multithreading_enabled(False), warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # PyTorch's, of its own functions that are for tests
-                found.append(run())
+                found.append(judged())
         except BaseException as error:  # noqa: BLE001 (raised in the thread that asked)
             found.append(error)
 
-    thread = threading.Thread(target=checked, name="bwattn-check")
+    thread = threading.Thread(target=run, name="bwattn-check")
     thread.start()
     thread.join()
     (result,) = found
     if isinstance(result, BaseException):
         raise result
     return result
-
-
-def judged(run: Callable[[], str], *, refusal: tuple[type[Exception], ...] = ()) -> tuple[str, bool]:
-    """What is wrong with a kernel's results, or nothing; and whether it raised, which is for this process only.
-
-    Args:
-        run: Says what is wrong with them.
-        refusal: What it raises where the kernel does not take the call.
-
-    Raises:
-        Exception: One that says nothing of the kernel's results: a refusal, lack of memory, a lost device.
-    """
-    try:
-        return run(), False
-    except Exception as error:
-        if isinstance(error, refusal) or lacks_memory(error) or device_is_lost(error):
-            raise
-        return f"{type(error).__name__}: {error}", True
 
 
 def lacks_memory(error: Exception) -> bool:
