@@ -26,8 +26,6 @@ _CHUNK = 32
 _MOST_PROGRAMS = 65535
 _MASK_ROW = 8
 """cuDNN wants rows of a mask 16 bytes apart or a multiple of that."""
-_LEAST_ADDED = -1e38
-"""What is below it hides a key beside any other that is not; a row of nothing else sees all keys alike."""
 
 
 @dataclass(frozen=True)
@@ -102,25 +100,18 @@ def _no_state(q: Tensor) -> Tensor:
 
 
 def _added(mask: Tensor, dtype: torch.dtype) -> Tensor:
-    """A mask as cuDNN takes it, added to the scores: itself where it lies so, else a copy in its own sizes.
-
-    cuDNN multiplies the sums by log2(e), which what is far below :data:`_LEAST_ADDED` overflows: a row of the least
-    bfloat16 was 0.16 to 0.34 from the mean of V that it must be (H200, cuDNN 9.19). So that number takes its place.
-    """
+    """A mask as cuDNN takes it, added to the scores: itself where it lies so, else a copy in its own sizes."""
     mask = collapsed(mask)
     apart = all(
         size == 1 or stride % _MASK_ROW == 0 for size, stride in zip(mask.shape[:3], mask.stride()[:3], strict=True)
     )
-    overflows = mask.dtype == torch.bfloat16
-    if mask.dtype == dtype and not overflows and mask.stride(3) == 1 and apart and mask.data_ptr() % 16 == 0:
+    if mask.dtype == dtype and mask.stride(3) == 1 and apart and mask.data_ptr() % 16 == 0:
         return mask
     keys = mask.shape[3]
     room = torch.empty((*mask.shape[:3], -(-keys // _MASK_ROW) * _MASK_ROW), dtype=dtype, device=mask.device)[
         ..., :keys
     ]
-    if mask.dtype != dtype:
-        return room.fill_(-torch.inf).masked_fill_(mask, 0.0)
-    return room.copy_(mask.clamp(min=_LEAST_ADDED).masked_fill_(mask == -torch.inf, -torch.inf) if overflows else mask)
+    return room.copy_(mask) if mask.dtype == dtype else room.fill_(-torch.inf).masked_fill_(mask, 0.0)
 
 
 class Cudnn(Fused):
@@ -150,6 +141,8 @@ class Cudnn(Fused):
             return "it is called for causality between equal lengths only"
         if problem.mask_dtype not in (None, torch.bool, problem.dtype):
             return f"it takes masks of bool or of the query's dtype, got {problem.mask_dtype}"
+        if problem.mask_dtype == torch.bfloat16:
+            return "its exponents overflow in a row of the least bfloat16, 0.16 to 0.34 from the mean of V that it must be"
         if problem.mask_sizes is not None and problem.mask_sizes[3] != problem.kv_len:
             return f"it takes masks of as many columns as keys, got {problem.mask_sizes[3]} for {problem.kv_len}"
         return mask_copy_refusal(problem, math.prod(problem.mask_sizes or ()))

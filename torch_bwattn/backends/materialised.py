@@ -4,7 +4,7 @@ For few queries beside many keys it is no worse than a fused kernel: its product
 with grouped heads the rows of a group lie under their key head in one product. The score matrix has ``B Hq Sq Skv``
 entries, so :func:`within_bound` says while it may compete.
 
-    S = scale * Q K^T     P = exp(S - lse)     O = P V
+    S = scale * Q K^T     P = softmax(S)     O = P V
     dV = P^T dO     dP = dO V^T     dS = P * (dP - rowsum(dO * O))     dQ = scale * dS K     dK = scale * dS^T Q
 """
 
@@ -85,17 +85,22 @@ def _scores(problem: Problem, q: Tensor, k: Tensor, mask: Tensor | None) -> Tens
 
 
 def _probabilities(s: Tensor, lse: Tensor) -> Tensor:
-    """``exp(S - lse)``, 0 in a row that sees no key."""
-    return s.sub_(lse.masked_fill(lse == -torch.inf, 0.0).unsqueeze(-1)).exp_()
+    """``softmax(S)``, 0 in a row that sees no key.
+
+    Not ``exp(S - lse)``: beside large numbers the lse has lost the row's sum, as in a row of n times ``finfo.min``.
+    """
+    return torch.softmax(s, -1).masked_fill_((lse == -torch.inf).unsqueeze(-1), 0.0)
 
 
 def forward(problem: Problem, x: ForwardInputs) -> tuple[Tensor, Tensor]:
     """``(out, lse)`` of one 4-D problem."""
     s = _scores(problem, x.q, x.k, x.mask)
     lse = torch.logsumexp(s, -1)
+    p = _probabilities(s, lse)
     if x.sink is not None:
-        lse = torch.logaddexp(lse, x.sink.float().view(-1, 1))
-    p = _fold(_probabilities(s, lse).to(problem.dtype), problem.kv_heads)
+        of_keys, lse = lse, torch.logaddexp(lse, x.sink.float().view(-1, 1))
+        p = p.mul_((of_keys - lse.masked_fill(lse == -torch.inf, 0.0)).exp_().unsqueeze(-1))
+    p = _fold(p.to(problem.dtype), problem.kv_heads)
     out = _unfold(torch.bmm(p, x.v.reshape(-1, *x.v.shape[2:])), x.q)
     return conform(out, x.q), lse
 
