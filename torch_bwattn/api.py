@@ -9,7 +9,9 @@ from typing import Literal, overload
 import torch
 from torch import Tensor
 
+from .ops import eager
 from .ops.composite import autocast, autocast_sink
+from .ops.eager import seen_by_others
 from .problem import check_flags, check_tensors, describe, normalize, resolve_bias
 from .selection import report
 from .selection.choose import Plan, plan
@@ -107,8 +109,15 @@ def sdpa(
     check_tensors(query, key, value, attn_mask, sink)
     check_flags(is_causal, enable_gqa)
     attn_mask, is_causal, causal_alignment = resolve_bias(query, key, attn_mask, is_causal, causal_alignment)
-    op = torch.ops.bwattn.sdpa_with_lse if return_lse else torch.ops.bwattn.sdpa
     result: Tensor | tuple[Tensor, Tensor]
+    if not (torch.compiler.is_compiling() or seen_by_others()):
+        found = eager.call(
+            query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, causal_alignment, window_size,
+            softcap, sink, return_lse,
+        )  # fmt: skip
+        if found is not None:
+            return found if return_lse else found[0]
+    op = torch.ops.bwattn.sdpa_with_lse if return_lse else torch.ops.bwattn.sdpa
     if window_size is None and softcap is None and sink is None:
         # Every keyword costs the dispatcher time.
         result = op(

@@ -55,6 +55,27 @@ def conform(result: Tensor, like: Tensor) -> Tensor:
     return out.copy_(result)
 
 
+class Conforming:
+    """:func:`conform` for results and inputs of one layout, decided at the first of them that needs no copy."""
+
+    def __init__(self) -> None:
+        self._fits: tuple[int, ...] = ()
+
+    def __call__(self, result: Tensor, like: Tensor) -> Tensor:
+        if result.stride() == self._fits:
+            return result
+        found = conform(result, like)
+        if found is result:
+            self._fits = result.stride()
+        return found
+
+
+def with_rows_apart(sizes: Sequence[int], apart: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """An uninitialised tensor, dense but for its rows, which begin at multiples of so many elements."""
+    *outer, columns = sizes
+    return torch.empty((*outer, -(-columns // apart) * apart), dtype=dtype, device=device)[..., :columns]
+
+
 def folded(tensor: Tensor, kv_heads: int) -> Tensor:
     """``[B, Hq, R, X]`` -> ``[B, Hkv, G * R, X]``: the rows of a group's heads under their key head."""
     batch, heads, rows, width = tensor.shape

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 import torch_bwattn
 from tests.gpu.cute_calls import (
     DRAWN_KINDS,
+    MASKED,
     SIZED,
     WIDTHS,
     check_drawn,
@@ -41,6 +42,34 @@ def test_sizes(width, kind, device):
     for call in sized_calls(width, kind):
         with torch_bwattn.backend("cute"):
             check_call(forward_only(call), device)
+
+
+@pytest.mark.parametrize(("width", "kind"), MASKED, ids=str)
+def test_masks(width, kind, device):
+    for call in sized_calls(width, kind):
+        with torch_bwattn.backend("cute"):
+            check_call(forward_only(call), device)
+
+
+@pytest.mark.parametrize("width", [(64, 64), (128, 128), (192, 192), (256, 256)], ids=str)
+def test_masks_beside_which_scores_outgrow_what_came_before(width, device):
+    """Each tile of keys has larger scores than those before, some by far, and some rows see nothing for a while."""
+    rows, columns = 300, 1700
+    query, key, value = (
+        torch.randn(2, 2, n, w, device=device, dtype=BF16)
+        for n, w in ((rows, width[0]), (columns, width[0]), (columns, width[1]))
+    )
+    for rise in (4.0, 80.0, 1e5):
+        mask = (
+            torch.linspace(rise, 0, columns, device=device).to(BF16).repeat(1, 1, rows, 1)
+        )  # the last are visited first
+        mask[:, :, ::3, 600:] = -torch.inf
+        mask[:, :, 1] = -torch.inf
+        with torch_bwattn.backend("cute"):
+            out, lse = torch_bwattn.sdpa(query, key, value, mask, return_lse=True)
+        reference = oracle(query, key, value, mask)
+        for verdict in judge(Results(out=out, lse=lse), reference, pt_reference(query, key, value, mask)):
+            assert verdict.passed, str(verdict)
 
 
 @pytest.mark.parametrize("magnitude", [6.0, 300.0])

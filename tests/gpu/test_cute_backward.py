@@ -13,6 +13,7 @@ import torch_bwattn
 from tests.gpu.cute_calls import (
     DRAWN_KINDS,
     KINDS,
+    MASKED,
     SIZED,
     WIDTHS,
     check_drawn,
@@ -41,6 +42,17 @@ def test_gradients(width, kind, data, device):
 
 @pytest.mark.parametrize(("width", "kind"), SIZED, ids=str)
 def test_sizes(width, kind, device):
+    for call in sized_calls(width, kind):
+        with torch_bwattn.backend("cute"):
+            check_call(call, device)
+
+
+@pytest.mark.parametrize(
+    ("width", "kind"),
+    [(width, kind) for width, kind in MASKED if max(width) <= configs.WIDEST_MASKED or "keys" in kind],
+    ids=str,
+)
+def test_masks(width, kind, device):
     for call in sized_calls(width, kind):
         with torch_bwattn.backend("cute"):
             check_call(call, device)
@@ -260,7 +272,7 @@ def test_preprocess(value_dim, layout, device):
         grad_out = torch.randn(2, 3, 100, 3 * value_dim, device=device, dtype=BF16)[..., ::3]
     lse, grad_lse = (torch.randn(2, 100, 3, device=device).transpose(1, 2) for _ in range(2))
     lse[0, 1, 7] = -torch.inf
-    key = KernelKey("backward_preprocess", calls.ARCH, ("bfloat16", value_dim, layout == "dense", True))
+    key = KernelKey("backward_preprocess", calls.ARCH, ("bfloat16", value_dim, layout == "dense", True, False))
     norm, delta = (torch.full((2, 3, padded), float("nan"), device=device) for _ in range(2))
     zeros = torch.full((123456,), float("nan"), device=device)
     compiled(key, calls.build_of(key))(out, grad_out, lse, grad_lse, norm, delta, zeros)

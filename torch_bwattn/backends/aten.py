@@ -16,7 +16,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..layout import conform
+from ..layout import Conforming, conform
 from ..problem import Problem
 from ..target import capability
 from . import aten_cuda, materialised, reference
@@ -143,8 +143,13 @@ class AtenBackend(Backend):
         name = self._kernel(problem, config)
         if name == materialised.CONFIG:
             return lambda x: materialised.forward(problem, x)
-        kernel = _KERNELS[name]
-        return lambda x: kernel.forward(problem, x)
+        kernel, conforming = _KERNELS[name], Conforming()
+
+        def forward(x: ForwardInputs) -> tuple[Tensor, Tensor]:
+            out, lse = kernel.forward(problem, x)
+            return conforming(out, x.q), lse
+
+        return forward
 
     def backward(self, problem: Problem, config: str = "") -> BackwardFn:
         if problem.target == "cpu":

@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..layout import collapsed, conform
+from ..layout import collapsed, with_rows_apart
 from ..problem import Problem
 from .base import BackwardInputs, ForwardInputs, mask_copy_refusal
 
@@ -67,7 +67,7 @@ class Fused(ABC):
 
     @abstractmethod
     def forward(self, problem: Problem, x: ForwardInputs) -> tuple[Tensor, Tensor]:
-        """``(out, lse)`` as a backend returns them."""
+        """``out``, in any layout, and ``lse`` as backends return it."""
 
     @abstractmethod
     def backward(self, problem: Problem, x: BackwardInputs) -> tuple[Tensor, Tensor, Tensor]:
@@ -107,10 +107,7 @@ def _added(mask: Tensor, dtype: torch.dtype) -> Tensor:
     )
     if mask.dtype == dtype and mask.stride(3) == 1 and apart and mask.data_ptr() % 16 == 0:
         return mask
-    keys = mask.shape[3]
-    room = torch.empty((*mask.shape[:3], -(-keys // _MASK_ROW) * _MASK_ROW), dtype=dtype, device=mask.device)[
-        ..., :keys
-    ]
+    room = with_rows_apart(mask.shape, _MASK_ROW, dtype, mask.device)
     return room.copy_(mask) if mask.dtype == dtype else room.fill_(-torch.inf).masked_fill_(mask, 0.0)
 
 
@@ -142,7 +139,9 @@ class Cudnn(Fused):
         if problem.mask_dtype not in (None, torch.bool, problem.dtype):
             return f"it takes masks of bool or of the query's dtype, got {problem.mask_dtype}"
         if problem.mask_dtype == torch.bfloat16:
-            return "its exponents overflow in a row of the least bfloat16, 0.16 to 0.34 from the mean of V that it must be"
+            return (
+                "its exponents overflow in a row of the least bfloat16: 0.16 to 0.34 from the mean of V that is right"
+            )
         if problem.mask_sizes is not None and problem.mask_sizes[3] != problem.kv_len:
             return f"it takes masks of as many columns as keys, got {problem.mask_sizes[3]} for {problem.kv_len}"
         return mask_copy_refusal(problem, math.prod(problem.mask_sizes or ()))
@@ -152,7 +151,7 @@ class Cudnn(Fused):
         causal = problem.diagonal is not None
         mask = None if x.mask is None else _added(x.mask, problem.dtype)
         out, lse, *_ = op(x.q, x.k, x.v, mask, True, 0.0, causal, False, scale=problem.scale)
-        return conform(out, x.q), lse.reshape(lse.shape[:3]).contiguous()
+        return out, lse.reshape(lse.shape[:3]).contiguous()
 
     def backward(self, problem: Problem, x: BackwardInputs) -> tuple[Tensor, Tensor, Tensor]:
         op = torch.ops.aten._scaled_dot_product_cudnn_attention_backward.default
@@ -183,7 +182,7 @@ class Flash(Fused):
     def forward(self, problem: Problem, x: ForwardInputs) -> tuple[Tensor, Tensor]:
         op = torch.ops.aten._scaled_dot_product_flash_attention.default
         out, lse, *_ = op(x.q, x.k, x.v, 0.0, problem.diagonal is not None, False, scale=problem.scale)
-        return conform(out, x.q), lse.contiguous()
+        return out, lse.contiguous()
 
     def backward(self, problem: Problem, x: BackwardInputs) -> tuple[Tensor, Tensor, Tensor]:
         op = torch.ops.aten._scaled_dot_product_flash_attention_backward.default
@@ -232,7 +231,7 @@ class Efficient(Fused):
     def forward(self, problem: Problem, x: ForwardInputs) -> tuple[Tensor, Tensor]:
         op = torch.ops.aten._scaled_dot_product_efficient_attention.default
         out, lse, *_ = op(x.q, x.k, x.v, None, True, 0.0, problem.diagonal is not None, scale=problem.scale)
-        return conform(out, x.q), lse[:, :, : problem.q_len].contiguous()
+        return out, lse[:, :, : problem.q_len].contiguous()
 
     def backward(self, problem: Problem, x: BackwardInputs) -> tuple[Tensor, Tensor, Tensor]:
         op = torch.ops.aten._scaled_dot_product_efficient_attention_backward.default

@@ -1,4 +1,4 @@
-"""The short way of an eager call: from the composite to the kernel without passing the dispatcher a second time.
+"""The short way of an eager call: to the kernel without the dispatcher, or without passing it a second time.
 
 A call takes it when nothing watches or transforms operators (no dispatch mode, no functorch level, no tensor
 subclass, no autocast that would cast) and its shapes are the primitive's own. It computes what the long way computes;
@@ -45,6 +45,11 @@ def _casts(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, sink:
     if sink is not None and sink.dtype not in (torch.float32, dtype):
         return True
     return any(t is not None and t.is_floating_point() and t.dtype != dtype for t in (query, key, value, mask))
+
+
+def seen_by_others() -> bool:
+    """Whether a profiler records operators, or a mode intercepts functions: they must see the operator called."""
+    return torch.autograd._profiler_enabled() or torch._C._is_torch_function_mode_enabled()
 
 
 def call(

@@ -70,7 +70,7 @@ def visited_in_columns(
     kernel: cutlass.Constexpr,
 ) -> None:
     """Writes how many tiles of queries of a head a tile of keys visits, the i-th, and whether it is masked."""
-    kernel.flex = Flex(part_count, part_index, full_count, full_index, (), (), down, across, Float32(1.0))
+    kernel.more = Flex(part_count, part_index, full_count, full_index, (), (), down, across, Float32(1.0))
     tile = Tile(n, Int32(0), head, Int32(0), m_tiles, Int32(0))
     of_head = kernel.of_head(tile, head)
     out[0] = of_head.count
@@ -95,7 +95,7 @@ def visited_in_lists(
     kernel: cutlass.Constexpr,
 ) -> None:
     """Writes how many tiles of keys a tile of queries visits, how many of them masked, and the i-th."""
-    kernel.flex = Flex(part_count, part_index, full_count, full_index, (), (), down, across, Float32(1.0))
+    kernel.more = Flex(part_count, part_index, full_count, full_index, (), (), down, across, Float32(1.0))
     tile = schedule.Tile(m_index, b, h, h)
     tiles = kernel.key_tiles(tile, None)
     out[0] = tiles.count

@@ -31,7 +31,7 @@ def test_what_is_beside_the_main_kernel_compiles_clean(capsys):
 
     reports = []
     pre = [
-        KernelKey("backward_preprocess", "sm_90a", (dtype, width, wide, with_lse_grad))
+        KernelKey("backward_preprocess", "sm_90a", (dtype, width, wide, with_lse_grad, False))
         for dtype, width, wide, with_lse_grad in (("bfloat16", 128, True, False), ("float16", 40, False, True))
     ]
     post = [

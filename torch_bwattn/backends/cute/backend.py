@@ -5,10 +5,12 @@ Kernels and their language load at the first call, and not even then where the k
 
 from __future__ import annotations
 
+import math
+
 import torch
 
 from ...problem import Problem
-from ..base import Backend, BackwardFn, ForwardFn, Verdict, named, no, yes
+from ..base import Backend, BackwardFn, ForwardFn, Verdict, mask_copy_refusal, named, no, yes
 from . import calls, configs, loader
 
 
@@ -38,8 +40,9 @@ class CuteBackend(Backend):
         for name, width in (("D", problem.head_dim), ("Dv", problem.value_dim)):
             if width % 8 or not 0 < width <= configs.WIDEST:
                 return f"its kernels take widths that are multiples of 8 up to {configs.WIDEST}, got {name}={width}"
-        if problem.mask_dtype is not None:
-            return "its kernels take no mask; helion's do"
+        refusal = _refuse_mask(problem)
+        if refusal:
+            return refusal
         if problem.dropout_p > 0.0:
             return "its kernels have no dropout; helion's do"
         if not problem.scale > 0.0:
@@ -53,6 +56,26 @@ class CuteBackend(Backend):
 
     def backward(self, problem: Problem, config: str = "") -> BackwardFn:
         return calls.Backward(problem, configs.backward_choices(problem)[named(self.offers(problem), config)])
+
+
+def _refuse_mask(problem: Problem) -> str:
+    """Why kernels do not take a problem's mask, or nothing."""
+    if problem.mask_dtype is None or problem.mask_sizes is None:
+        return ""
+    if problem.mask_grad:
+        return "its backward gives no gradient for the mask; helion's does"
+    if problem.backward and problem.mask_dtype != torch.bool and problem.sink_dtype is not None:
+        return "its backward takes no sink beside an additive mask; helion's does"
+    rows, width = problem.mask_sizes[2], max(problem.head_dim, problem.value_dim)
+    if problem.backward and rows > 1 and width > configs.WIDEST_MASKED:
+        return f"its backward has no room for a mask's tiles beyond width {configs.WIDEST_MASKED}; helion's has"
+    if problem.mask_dtype not in (torch.bool, problem.dtype):
+        return f"its kernels take masks of bool or of the query's dtype, got {problem.mask_dtype}; helion takes any"
+    if problem.mask_sizes[3] != problem.kv_len:
+        return f"its kernels take masks of as many columns as keys, got {problem.mask_sizes[3]} for {problem.kv_len}"
+    if calls.copies_mask(problem):
+        return mask_copy_refusal(problem, math.prod(problem.mask_sizes))
+    return ""
 
 
 def _choices(problem: Problem) -> tuple[configs.ForwardConfig, ...] | tuple[configs.BackwardConfig, ...]:

@@ -1,8 +1,8 @@
 """Prepares what the backward reads of each query, in fp32.
 
-    delta = sum_d O_d dO_d - dlse        lse2 = log2(e) * lse, or +inf where the query sees no key
+    delta = sum_d O_d dO_d - dlse        norm = log2(e) * lse, or lse, or +inf where the query sees no key
 
-Both are padded to whole tiles of queries, delta with 0 and lse2 with +inf, so that P and dS of what is no query are 0.
+Both are padded to whole tiles of queries, delta with 0 and norm with +inf, so that P and dS of what is no query are 0.
 What the backward adds to is set to 0 on the way, by each program a part.
 A few lanes of a warp have a row: eight elements each, where rows are contiguous and aligned one load of 16 bytes.
 The backward begins with the first heads, so these go last here, and are in the L2 cache when it comes to them.
@@ -22,9 +22,13 @@ _THREADS = 256
 
 
 class Preprocess:
-    """The kernel for one width and dtype; ``wide`` where rows of O and dO are contiguous and 16-byte aligned."""
+    """The kernel for one width and dtype.
 
-    def __init__(self, dtype: str, value_dim: int, wide: bool, with_lse_grad: bool) -> None:
+    ``wide`` where rows of O and dO are contiguous and 16-byte aligned, ``natural`` where lse stays in its own units.
+    """
+
+    def __init__(self, dtype: str, value_dim: int, wide: bool, with_lse_grad: bool, natural: bool) -> None:
+        self.factor = 1.0 if natural else LOG2_E
         self.dtype, self.value_dim, self.wide, self.with_lse_grad = DTYPES[dtype], value_dim, wide, with_lse_grad
         parts = -(-value_dim // 8)
         self.lanes = 1 << (parts - 1).bit_length()  # of a row
@@ -62,7 +66,7 @@ class Preprocess:
         do: cute.Tensor,
         lse: cute.Tensor,
         dlse: cute.Tensor | None,
-        lse2: cute.Tensor,
+        norm: cute.Tensor,
         delta: cute.Tensor,
         zeros: cute.Tensor,
         stream: cuda.CUstream,
@@ -70,7 +74,7 @@ class Preprocess:
         """Launches the kernel: ``[B, H, S, Dv]``, ``[B, H, S]``, the results ``[B, H, S padded]``, what becomes 0."""
         blocks = cute.ceil_div(delta.shape[2], self.rows)
         divisors = cute.FastDivmodDivisorV2(blocks), cute.FastDivmodDivisorV2(o.shape[1])
-        self.kernel(o, do, lse, dlse, lse2, delta, zeros, *divisors).launch(
+        self.kernel(o, do, lse, dlse, norm, delta, zeros, *divisors).launch(
             grid=(blocks * o.shape[1] * o.shape[0], 1, 1), block=(_THREADS, 1, 1), stream=stream
         )
 
@@ -81,7 +85,7 @@ class Preprocess:
         do: cute.Tensor,
         lse: cute.Tensor,
         dlse: cute.Tensor | None,
-        lse2: cute.Tensor,
+        norm: cute.Tensor,
         delta: cute.Tensor,
         zeros: cute.Tensor,
         blocks: cute.FastDivmodDivisorV2,
@@ -101,11 +105,11 @@ class Preprocess:
             if row < o.shape[2]:
                 if const_expr(dlse is not None):
                     total = total - dlse[batch, head, row]
-                power = lse[batch, head, row] * LOG2_E
+                power = lse[batch, head, row] * self.factor
                 power = Float32.inf if power == -Float32.inf else power
             if row < delta.shape[2]:
                 delta[batch, head, row] = total
-                lse2[batch, head, row] = power
+                norm[batch, head, row] = power
 
     @cute.jit
     def clear(self, zeros: cute.Tensor, thread: Int32, number: Int32) -> None:

@@ -43,7 +43,7 @@ from .parts import queries, schedule, softmax, sums, wgmma
 
 _GROUPS = 2
 _REGISTERS = (24, 240)
-_STAGES = 2
+STAGES = 2
 _WORDS = 4  # that may be left with a visit's Q
 _BOTH = 3  # that joins both groups
 APART = 16  # tiles of queries up to which programs of one head start their visits apart
@@ -173,6 +173,8 @@ class Backward:
         # As dQ takes it, where nothing else reads it.
         self.ds_tile = (self.tile_m, self.tile_n) if self.by_keys else self.s_tile
         self.dq_elements = self.tile_m * self.width // _GROUPS  # of a group
+        self.beside_queries = 0  # bytes of what comes with a tile of Q
+        self.beside_bytes = 0  # and of its ring
 
     def layouts(self) -> tuple[cute.ComposedLayout, ...]:
         """In shared memory: of Q, K, V, dO, and of dS^T and P^T.
@@ -189,11 +191,11 @@ class Backward:
             return cute.tile_to_shape(sm90.make_smem_layout_atom(kind, self.dtype), (*tile, stages), order=(0, 1, 2))
 
         return (
-            ring(self.q_tile, _STAGES, columns),
+            ring(self.q_tile, STAGES, columns),
             ring(self.k_tile, 1, of_k),
             ring(self.v_tile, 1, columns),
-            ring(self.do_tile, _STAGES, columns),
-            ring(self.ds_tile, _STAGES, 1),
+            ring(self.do_tile, STAGES, columns),
+            ring(self.ds_tile, STAGES, 1),
         )
 
     def products(self) -> Products:
@@ -308,9 +310,9 @@ class Backward:
         left: Int32 | None,
         programs: Int32,
         stream: cuda.CUstream,
-        flex: Any,
+        more: Any,
     ) -> None:
-        """Launches the kernel: descriptors, the order of tiles, the grid."""
+        """Launches the kernel: descriptors, the order of tiles, the grid. ``more`` is for kernels made of this one."""
         batch, heads, kv_heads = q.shape[0], q.shape[1], k.shape[1]
         q_len, kv_len = q.shape[2], k.shape[2]
         q, k, v, do, dk, dv = (
@@ -321,10 +323,6 @@ class Backward:
 
         def moved(op: Any, tensor: cute.Tensor, layout: cute.ComposedLayout, tile: tuple[int, int]) -> Moved:
             return Moved(*cpasync.make_tiled_tma_atom(op, tensor, cute.select(layout, mode=[0, 1]), tile))
-
-        def moved_rows(tensor: cute.Tensor) -> Moved:
-            by_query = cute.make_tensor(tensor.iterator, cute.select(tensor.layout, mode=[2, 1, 0]))
-            return Moved(*cpasync.make_tiled_tma_atom(read, by_query, cute.make_layout(self.tile_m), (self.tile_m,)))
 
         ds_elements = cute.cosize(ds_layout)
         p_elements, dq_elements = ds_elements, 0
@@ -337,13 +335,13 @@ class Backward:
         @cute.struct
         class Storage:
             kv_barriers: cute.struct.MemRange[Int64, 4]
-            q_barriers: cute.struct.MemRange[Int64, 2 * _STAGES]
-            do_barriers: cute.struct.MemRange[Int64, 2 * _STAGES]
-            ds_barriers: cute.struct.MemRange[Int64, _STAGES]
+            q_barriers: cute.struct.MemRange[Int64, 2 * STAGES]
+            do_barriers: cute.struct.MemRange[Int64, 2 * STAGES]
+            ds_barriers: cute.struct.MemRange[Int64, STAGES]
             next_tile: cute.struct.MemRange[Int32, 4]
-            visits: cute.struct.MemRange[Int32, _WORDS * _STAGES]
-            lse: cute.struct.Align[cute.struct.MemRange[Float32, _STAGES * self.tile_m], 128]
-            delta: cute.struct.Align[cute.struct.MemRange[Float32, _STAGES * self.tile_m], 128]
+            visits: cute.struct.MemRange[Int32, _WORDS * STAGES]
+            lse: cute.struct.Align[cute.struct.MemRange[Float32, STAGES * self.tile_m], 128]
+            delta: cute.struct.Align[cute.struct.MemRange[Float32, STAGES * self.tile_m], 128]
             k: cute.struct.Align[cute.struct.MemRange[self.dtype, cute.cosize(k_layout)], 1024]
             v: cute.struct.Align[cute.struct.MemRange[self.dtype, cute.cosize(v_layout)], 1024]
             q: cute.struct.Align[cute.struct.MemRange[self.dtype, cute.cosize(q_layout)], 1024]
@@ -351,6 +349,7 @@ class Backward:
             ds: cute.struct.Align[cute.struct.MemRange[self.dtype, ds_elements], 1024]
             p: cute.struct.Align[cute.struct.MemRange[self.dtype, p_elements], 1024]
             dq: cute.struct.Align[cute.struct.MemRange[Float32, dq_elements], 1024]
+            beside: cute.struct.Align[cute.struct.MemRange[cutlass.Uint8, self.beside_bytes], 1024]
 
         self.storage = Storage
         n_tiles, m_tiles = cute.ceil_div(kv_len, self.tile_n), cute.ceil_div(q_len, self.tile_m)
@@ -369,8 +368,8 @@ class Backward:
             moved(read, do, do_layout, self.do_tile),
             moved(write, dk, k_layout, self.k_tile),
             moved(write, dv, v_layout, self.v_tile),
-            moved_rows(lse),
-            moved_rows(delta),
+            self.moved_rows(lse),
+            self.moved_rows(delta),
             sums.Sums(dq.iterator, turns),
             cute.make_tensor(counter, cute.make_layout(1)) if const_expr(self.counted) else None,
             scale,
@@ -380,13 +379,19 @@ class Backward:
             order,
             group,
             m_tiles,
-            flex,
+            more,
         ).launch(
             grid=(cutlass.min(programs, order.total), 1, 1),
             block=(WARP_GROUP * (_GROUPS + 1), 1, 1),
             stream=stream,
             min_blocks_per_mp=1,
         )
+
+    def moved_rows(self, tensor: cute.Tensor) -> Moved:
+        """A number of each query, [B, H, S], with its TMA descriptor."""
+        read = cpasync.CopyBulkTensorTileG2SOp()
+        by_query = cute.make_tensor(tensor.iterator, cute.select(tensor.layout, mode=[2, 1, 0]))
+        return Moved(*cpasync.make_tiled_tma_atom(read, by_query, cute.make_layout(self.tile_m), (self.tile_m,)))
 
     @cute.kernel
     def kernel(
@@ -409,13 +414,14 @@ class Backward:
         order: schedule.TileOrder,
         group: Int32,
         m_tiles: Int32,
-        flex: Any,
+        more: Any,
     ) -> None:
-        self.flex = flex
+        self.more = more
         warp_index = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         storage = cutlass.utils.SmemAllocator().allocate(self.storage)
+        self.beside = storage.beside
         q_layout, k_layout, v_layout, do_layout, ds_layout = self.layouts()
-        vectors = cute.make_layout((self.tile_m, _STAGES))
+        vectors = cute.make_layout((self.tile_m, STAGES))
         s_ds = storage.ds.get_tensor(ds_layout.outer, swizzle=ds_layout.inner)
         s_p = s_ds
         if const_expr(not self.by_keys):
@@ -439,22 +445,23 @@ class Backward:
             s_dk,
             s_dv,
             storage.ds_barriers.data_ptr(),
-            storage.visits.get_tensor(cute.make_layout((_WORDS, _STAGES))),
+            storage.visits.get_tensor(cute.make_layout((_WORDS, STAGES))),
         )
         if warp_index == 0:
             for moved in (q, k, v, do, dk, dv, lse, delta):
                 cpasync.prefetch_descriptor(moved.atom)
         consumers, row_bytes = WARP_GROUP // 32 * _GROUPS, self.tile_m * 4
+        q_bytes = self.bytes_of(self.q_tile) + row_bytes + self.beside_queries
         adders = _GROUPS if self.features.deterministic else 0
         pipes = Pipes(
-            self.pipe(storage.q_barriers.data_ptr(), _STAGES, self.bytes_of(self.q_tile) + row_bytes, consumers),
-            self.pipe(storage.do_barriers.data_ptr(), _STAGES, self.bytes_of(self.do_tile) + row_bytes, consumers),
+            self.pipe(storage.q_barriers.data_ptr(), STAGES, q_bytes, consumers),
+            self.pipe(storage.do_barriers.data_ptr(), STAGES, self.bytes_of(self.do_tile) + row_bytes, consumers),
             self.pipe(storage.kv_barriers.data_ptr(), 1, self.bytes_of(self.k_tile), consumers + adders),
             self.pipe(storage.kv_barriers.data_ptr() + 2, 1, self.bytes_of(self.v_tile), consumers),
         )
         if warp_index == 0:
             with cute.arch.elect_one():
-                for stage in cutlass.range_constexpr(_STAGES):
+                for stage in cutlass.range_constexpr(STAGES):
                     cute.arch.mbarrier_init(storage.ds_barriers.data_ptr() + stage, consumers)
         pipeline.pipeline_init_arrive(is_relaxed=True)
         pipeline.pipeline_init_wait()
@@ -601,7 +608,7 @@ class Backward:
         q_pipe, do_pipe, k_pipe, v_pipe = pipes
         kind = pipeline.PipelineUserType.Producer
         once = pipeline.make_pipeline_state(kind, 1)
-        state = pipeline.make_pipeline_state(kind, _STAGES)
+        state = pipeline.make_pipeline_state(kind, STAGES)
         index = cute.arch.block_idx()[0]
         if const_expr(self.features.deterministic):
             index = schedule.claim(counter.iterator)
@@ -621,6 +628,9 @@ class Backward:
                     m, masked = self.visited(tile, head, of_head, i)
                     self.leave_visit(shared.visits, order, tile, group, head, m, masked, q_pipe, state)
                     self.load_with_rows(q, q_views, lse, lse_views, m, q_pipe, state)
+                    if const_expr(self.beside_queries):
+                        barrier = q_pipe.producer_get_barrier(state)
+                        self.load_beside(head, tile.batch, tile.n, m, barrier, state.index)
                     if v_due:
                         v_views = self.views(v, self.v_tile, shared.v, tile.kv_head, tile.batch)
                         self.load(v.atom, v_views, tile.n, v_pipe, once)
@@ -695,6 +705,9 @@ class Backward:
         barrier = pipe.producer_get_barrier(state)
         cute.copy(rows.atom, row_views[1][None, m], row_views[0][None, state.index], tma_bar_ptr=barrier)
 
+    def load_beside(self, head: Int32, batch: Int32, n: Int32, m: Int32, barrier: cute.Pointer, stage: Int32) -> None:
+        """Loads what comes with a visit's Q."""
+
     # ----------------------------------------------------------------------------------------------- the consumers
 
     @cute.jit
@@ -764,7 +777,7 @@ class Backward:
             own = dq_memory.data_ptr() + cute.assume(warp_group * self.dq_elements, divby=256)
         kind = pipeline.PipelineUserType.Consumer
         once = pipeline.make_pipeline_state(kind, 1)
-        state = pipeline.make_pipeline_state(kind, _STAGES)
+        state = pipeline.make_pipeline_state(kind, STAGES)
         index = self.awaited_tile(shared.next_tile, k_pipe, once)
         while index < order.total:
             tile = self.tile_of(order, index, limits)
@@ -863,7 +876,7 @@ class Backward:
             of_dq.make_fragment_B(of_dq.partition_B(transposed(shared.k)))[None, None, None, 0],
         )
         of_thread = products.s.get_slice(thread)
-        by_column = cute.make_layout((self.tile_n, self.tile_m, _STAGES), stride=(0, 1, self.tile_m))
+        by_column = cute.make_layout((self.tile_n, self.tile_m, STAGES), stride=(0, 1, self.tile_m))
         atom = cute.make_copy_atom(warp.StMatrix8x8x16bOp(transpose=self.by_keys, num_matrices=4), self.dtype)
         copy = cute.make_tiled_copy_C(atom, products.s).get_slice(thread)
         s_ds = copy.partition_D(transposed(shared.ds) if self.by_keys else shared.ds)
@@ -999,17 +1012,25 @@ class Backward:
         thread: Int32,
     ) -> None:
         """Turns S into P; with slopes into P times these, P itself then goes to its 16 bits already."""
-        scores = wgmma.rows_view(values.s)
         self.prepare(mma, values, cap, limits, at, thread)
-        lses = self.of_columns(parts.lse, stage)
-        for j in cutlass.range_constexpr(cute.size(scores, mode=[1])):
-            for r in cutlass.range_constexpr(2):
-                scores[r, j] = cute.math.exp2(scores[r, j] * c - lses[0, j], fastmath=True)
+        self.modify(mma, values, stage, thread)
+        self.powers(mma, values, parts, stage, c, thread)
         if const_expr(self.sloped):
             wgmma.to_operand(values.p, values.s, self.dtype)
             for e in cutlass.range_constexpr(cute.size(values.s) // 2):
                 for i in cutlass.range_constexpr(2 * e, 2 * e + 2):
                     values.s[i] = self.weighed(values.s[i], values.dp[i])
+
+    @cute.jit
+    def powers(self, mma: cute.TiledMma, values: Values, parts: Parts, stage: Int32, c: Float32, thread: Int32) -> None:
+        """P of scores."""
+        scores, lses = wgmma.rows_view(values.s), self.of_columns(parts.lse, stage)
+        for j in cutlass.range_constexpr(cute.size(scores, mode=[1])):
+            for r in cutlass.range_constexpr(2):
+                scores[r, j] = cute.math.exp2(scores[r, j] * c - lses[0, j], fastmath=True)
+
+    def modify(self, mma: cute.TiledMma, values: Values, stage: Int32, thread: Int32) -> None:
+        """What the Q in a stage came with does to its scores."""
 
     def weighed(self, p: Float32, slope: Float32) -> Float32:
         """P times what the change of its score does to the gradient."""

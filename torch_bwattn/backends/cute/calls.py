@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ...errors import NotCompiled
-from ...layout import dense_strides, empty_like_order
+from ...layout import collapsed, dense_strides, empty_like_order, with_rows_apart
 from ...problem import Problem, suits_bulk_copies
 from .. import reference, sinks
 from ..base import BackwardInputs, ForwardInputs, Grads, Wanted
@@ -22,7 +22,11 @@ ARCH = "sm_90a"
 @lru_cache(maxsize=1024)
 def forward_key(features: configs.ForwardFeatures, config: configs.ForwardConfig) -> KernelKey:
     """What decides the code of a forward."""
-    name = "forward_sm90" if features.mods is None else "flex_forward_sm90"
+    name = "forward_sm90"
+    if features.mods is not None:
+        name = "flex_forward_sm90"
+    elif features.mask is not None:
+        name = "mask_forward_sm90"
     return KernelKey(name, ARCH, (features, config))
 
 
@@ -36,13 +40,19 @@ def build_of(key: KernelKey) -> Build:
         from .flex_backward_sm90 import FlexBackward
         from .flex_forward_sm90 import FlexForward
         from .forward_sm90 import Forward as ForwardKernel
+        from .mask_backward_sm90 import MaskBackward
+        from .mask_excess_sm90 import MaskExcess
+        from .mask_forward_sm90 import MaskForward
 
         kinds: dict[str, Any] = {
             "forward_sm90": ForwardKernel,
             "flex_forward_sm90": FlexForward,
+            "mask_forward_sm90": MaskForward,
+            "mask_excess_sm90": MaskExcess,
             "backward_preprocess": Preprocess,
             "backward_sm90": BackwardKernel,
             "flex_backward_sm90": FlexBackward,
+            "mask_backward_sm90": MaskBackward,
             "backward_postprocess": Postprocess,
         }
         kernel = kinds[key.name](*key.parts)
@@ -106,6 +116,31 @@ def views_for_tma(tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
     return _viewed(tensors, tuple(map(_view_for_tma, tensors)))
 
 
+def copies_mask(problem: Problem) -> bool:
+    """Whether a dense mask has to be copied, for its rows are no multiple of 16 bytes."""
+    return problem.mask_dtype is not None and problem.kv_len * problem.mask_dtype.itemsize % 16 != 0
+
+
+class MaskForTma:
+    """Masks of one layout as TMA takes them: [B, Hq, Sq, Skv], copied once where their rows do not suit it."""
+
+    def __init__(self, problem: Problem, mask: Tensor) -> None:
+        mask = collapsed(mask)
+        self._copies = not suits_bulk_copies(mask)
+        if self._copies:
+            mask = self._copy(mask)
+        steps = (0 if size == 1 else step for size, step in zip(mask.shape[:3], mask.stride()[:3], strict=True))
+        self._view = (problem.batch, problem.heads, problem.q_len, problem.kv_len), (*steps, 1)
+
+    def __call__(self, mask: Tensor) -> Tensor:
+        """The mask, a bool one as bytes."""
+        mask = (self._copy(collapsed(mask)) if self._copies else mask).as_strided(*self._view)
+        return mask.view(torch.uint8) if mask.dtype == torch.bool else mask
+
+    def _copy(self, mask: Tensor) -> Tensor:
+        return with_rows_apart(mask.shape, 16 // mask.element_size(), mask.dtype, mask.device).copy_(mask)
+
+
 class Forward:
     """One problem's forward, for tensors of one layout: allocation and one launch, decided at the first call."""
 
@@ -116,6 +151,7 @@ class Forward:
         self._lse: tuple[int, ...] = ()
         self._no_lse: Any = None
         self._views: tuple[_View | None, ...] | None = None
+        self._mask: MaskForTma | None = None
         self._options: tuple[Any, ...] = ()
         self._counts = 0
         self._counter: Any = None
@@ -135,7 +171,8 @@ class Forward:
         sink = None if x.sink is None else x.sink.float().contiguous()
         scale, softcap, right, left, programs = self._options
         counter = None if self._counter is None else self._counter(1, dtype=torch.int32, device=q.device)
-        self._launch(q, k, v, out, lse, scale, softcap, sink, right, left, counter, self._counts, programs)
+        masks = () if self._mask is None else (self._mask(x.mask),)  # type: ignore[arg-type]
+        self._launch(q, k, v, *masks, out, lse, scale, softcap, sink, right, left, counter, self._counts, programs)
         return out, lse
 
     def _prepare(self, x: ForwardInputs) -> None:
@@ -148,6 +185,7 @@ class Forward:
         self._no_lse = torch.empty((0, 0, 0), dtype=torch.float32, device=device)
         views = tuple(_view_for_tma(tensor) for tensor in (x.q, x.k, x.v))
         self._views = views if any(views) else None
+        self._mask = None if x.mask is None else MaskForTma(problem, x.mask)
         left = None if problem.low_diagonal is None else -problem.low_diagonal
         programs = programs_of(device)
         self._options = (problem.scale, problem.softcap, problem.diagonal, left, programs)
@@ -161,13 +199,23 @@ class Forward:
 @lru_cache(maxsize=1024)
 def preprocess_key(features: configs.BackwardFeatures, *, wide: bool, lse_grad: bool) -> KernelKey:
     """What decides the code that prepares a backward; ``wide``: O and dO have contiguous, aligned rows."""
-    return KernelKey("backward_preprocess", ARCH, (features.dtype, features.value_dim, wide, lse_grad))
+    natural = features.mask == "added"
+    return KernelKey("backward_preprocess", ARCH, (features.dtype, features.value_dim, wide, lse_grad, natural))
+
+
+def excess_key(problem: Problem) -> KernelKey:
+    """What decides the code that finds what lse has lost beside an additive mask."""
+    return KernelKey("mask_excess_sm90", ARCH, (configs.excess_features(problem), configs.excess_config(problem)))
 
 
 @lru_cache(maxsize=1024)
 def backward_key(features: configs.BackwardFeatures, config: configs.BackwardConfig) -> KernelKey:
     """What decides the code of a backward's main kernel."""
-    name = "backward_sm90" if features.mods is None else "flex_backward_sm90"
+    name = "backward_sm90"
+    if features.mods is not None:
+        name = "flex_backward_sm90"
+    elif features.mask is not None:
+        name = "mask_backward_sm90"
     return KernelKey(name, ARCH, (features, config))
 
 
@@ -202,6 +250,8 @@ class Backward:
         self._copies = False
         self._layouts: tuple[tuple[Any, Any], ...] = ()
         self._views: tuple[_View | None, ...] | None = None
+        self._mask: MaskForTma | None = None
+        self._find_excess: Any = None
         self._rows: tuple[int, ...] = ()
         self._workspace = 0
         self._options: tuple[Any, ...] = ()
@@ -222,11 +272,26 @@ class Backward:
         dq, dk, dv = (t.new_empty_strided(*layout) for t, layout in zip((q, k, v), self._layouts, strict=True))
         if self._views is not None:
             q, k, v, do = _viewed((q, k, v, do), self._views)
-        main(q, k, v, do, norm, delta, dk, dv, sums, *self._options)
+        masks = () if self._mask is None else self._masks(x.mask, q, k, v, do, norm)
+        main(q, k, v, *masks, do, norm, delta, dk, dv, sums, *self._options)
         if wanted[0]:
             finish(sums, dq, *self._steps, problem.scale, None, None, problem.batch, problem.q_len)
         dsink = sinks.gradient(x.sink, norm, delta) if wanted[4] and x.sink is not None else None
         return dq, dk, dv, None, dsink
+
+    def _masks(
+        self, mask: Any, q: Tensor, k: Tensor, v: Tensor, do: Tensor, norm: Tensor
+    ) -> tuple[Tensor, Tensor | None]:
+        """The mask for TMA, and what lse, rounded, lacks beside an additive one."""
+        mask = self._mask(mask)  # type: ignore[misc]
+        if self._find_excess is None:
+            return mask, None
+        excess = torch.empty_like(norm)
+        limited = self._options[2] is not None or self._options[3] is not None
+        counter = torch.empty(1, dtype=torch.int32, device=norm.device) if limited else None
+        *options, programs = self._options
+        self._find_excess(q, k, v, mask, do, norm, excess, *options, counter, 0, programs)
+        return mask, excess
 
     def _prepare(self, x: BackwardInputs) -> None:
         problem, config = self.problem, self.config
@@ -240,8 +305,11 @@ class Backward:
         self._layouts = tuple((tuple(t.shape), dense_strides(t, t.shape)) for t in (x.q, x.k, x.v))
         views = (*map(_view_for_tma, (x.q, x.k, x.v)), None if self._copies else _view_for_tma(x.grad_out))
         self._views = views if any(views) else None
+        self._mask = None if x.mask is None else MaskForTma(problem, x.mask)
         left = None if problem.low_diagonal is None else -problem.low_diagonal
         programs = programs_of(x.q.device)
         self._options = problem.scale, problem.softcap, problem.diagonal, left, programs
         wide = suits_bulk_copies(x.out)
+        if features.mask == "added":
+            self._find_excess = launch_of(excess_key(problem))
         self._launches = backward_launches(features, config, wide=wide, lse_grad=problem.lse_grad)

@@ -4,11 +4,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+import torch
+
 from ...problem import Problem, dtype_name
 from .parts.accumulators import WARP, WARP_GROUP, Accumulator
 
 WIDEST = 256
 """Columns of Q, K and V that kernels take."""
+
+WIDEST_MASKED = 192
+"""Columns up to which the backward has room for tiles of a mask."""
 
 LONGEST = 2**22
 """Queries and keys of calls with mods are up to so many, or a sum of a few positions in float32 would not be exact."""
@@ -147,7 +152,8 @@ class ModFeatures:
 class ForwardFeatures:
     """What shapes the forward kernel's code beside its config.
 
-    ``right`` and ``left`` say whether later and earlier keys are limited, ``packed`` how many query heads share a tile.
+    ``right`` and ``left`` say whether later and earlier keys are limited, ``packed`` how many query heads share a tile,
+    ``mask`` whether one is "added" or "bool", and ``mask_row`` whether all rows of a tile have the same.
     """
 
     dtype: str
@@ -159,6 +165,8 @@ class ForwardFeatures:
     sink: bool = False
     packed: int = 1
     mods: ModFeatures | None = None
+    mask: str | None = None
+    mask_row: bool = False
 
     @property
     def limited(self) -> bool:
@@ -178,6 +186,8 @@ class BackwardFeatures:
     softcap: bool = False
     deterministic: bool = False
     mods: ModFeatures | None = None
+    mask: str | None = None
+    mask_row: bool = False
 
 
 def packed_heads(problem: Problem) -> int:
@@ -197,7 +207,21 @@ def features(problem: Problem) -> ForwardFeatures:
         softcap=problem.softcap is not None,
         sink=problem.sink_dtype is not None,
         packed=packed_heads(problem),
+        mask=_mask(problem),
+        mask_row=mask_is_of_keys(problem),
     )
+
+
+def mask_is_of_keys(problem: Problem) -> bool:
+    """Whether a mask has one row for all that share a tile of queries."""
+    sizes = problem.mask_sizes
+    return sizes is not None and sizes[2] == 1 and (sizes[1] == 1 or packed_heads(problem) == 1)
+
+
+def _mask(problem: Problem) -> str | None:
+    if problem.mask_dtype is None:
+        return None
+    return "bool" if problem.mask_dtype == torch.bool else "added"
 
 
 SHORT_KV_LEN = 1024
@@ -274,6 +298,43 @@ def _base(problem: Problem) -> ForwardConfig:
     return _WIDTH_256
 
 
+_MASKED = (
+    (64, ForwardConfig(192, 128, 2, ping_pong=True)),
+    (64, ForwardConfig(128, 128, 2, ping_pong=True)),
+    (128, ForwardConfig(128, 128, 2, ping_pong=True)),
+    (128, ForwardConfig(128, 128, 2, ping_pong=False)),
+    (128, ForwardConfig(128, 96, 2, ping_pong=True)),
+    (192, ForwardConfig(128, 80, 2, ping_pong=False)),
+    (256, ForwardConfig(128, 64, 2, ping_pong=False)),
+)
+"""Configs beside a mask, and the widths up to which there is room for its tiles."""
+
+_SHARED_BYTES = 227 * 1024 - 2048
+"""Of a CTA, less what barriers, numbers and alignment take."""
+
+
+def _masked_bytes(problem: Problem, config: ForwardConfig) -> int:
+    """Shared memory of the tiles of a config with those of a mask."""
+    width, value_width = (-(-width // 16) * 16 for width in (problem.head_dim, problem.value_dim))
+    rows = config.tile_m * max(width, value_width) * (2 if config.own_o else 1)
+    keys = config.tile_n * (width + value_width)
+    mask = (1 if problem.mask_dtype == torch.bool else 2) * config.tile_m * config.tile_n
+    return 2 * rows + config.num_stages * (2 * keys + mask)
+
+
+def _masked_choices(problem: Problem) -> tuple[ForwardConfig, ...]:
+    """Configs beside a mask: those of the least width that holds the problem's, with own_o where there is room."""
+    width = max(problem.head_dim, problem.value_dim)
+    least = min(most for most, _ in _MASKED if most >= width)
+    found = []
+    for config in (config for most, config in _MASKED if most == least):
+        if config.tile_m > 2 * SLAB and problem.mask_dtype == torch.bool:
+            continue  # bytes take registers that three groups do not have
+        own = replace(config, own_o=True)
+        found.append(own if _masked_bytes(problem, own) <= _SHARED_BYTES else config)
+    return tuple(dict.fromkeys(_for_rows(problem, config) for config in found))
+
+
 def _for_rows(problem: Problem, config: ForwardConfig) -> ForwardConfig:
     """A config as it is for few queries."""
     rows = problem.q_len * packed_heads(problem)
@@ -284,11 +345,19 @@ def _for_rows(problem: Problem, config: ForwardConfig) -> ForwardConfig:
 
 def forward(problem: Problem) -> ForwardConfig:
     """The forward's config where nothing was measured."""
-    return _for_rows(problem, _base(problem))
+    return forward_choices(problem)[0]
 
 
 def forward_choices(problem: Problem) -> tuple[ForwardConfig, ...]:
-    """Configs that may compete for a problem, first :func:`forward`'s."""
+    """Configs that may compete for a problem, first what is run where nothing was measured."""
+    if problem.mask_dtype is None:
+        return _unmasked_choices(problem)
+    if mask_is_of_keys(problem):  # it takes next to no room
+        return tuple(dict.fromkeys(replace(config, cluster=1) for config in _unmasked_choices(problem)))
+    return _masked_choices(problem)
+
+
+def _unmasked_choices(problem: Problem) -> tuple[ForwardConfig, ...]:
     width = max(problem.head_dim, problem.value_dim)
     others: tuple[ForwardConfig, ...] = ()  # of the widest, nothing else has room, or was any better
     if width <= 64:
@@ -299,7 +368,9 @@ def forward_choices(problem: Problem) -> tuple[ForwardConfig, ...]:
             others = (*others, _WIDTH_128_SHORT)
     if problem.softcap is not None:
         others = tuple(config for config in others if config.tile_m <= 2 * SLAB)
-    return tuple(dict.fromkeys((forward(problem), *(_for_rows(problem, config) for config in others))))
+    return tuple(
+        dict.fromkeys((_for_rows(problem, _base(problem)), *(_for_rows(problem, config) for config in others)))
+    )
 
 
 def counts_tiles(problem: Problem, config: ForwardConfig) -> bool:
@@ -319,7 +390,20 @@ def backward_features(problem: Problem) -> BackwardFeatures:
         left=problem.low_diagonal is not None,
         softcap=problem.softcap is not None,
         deterministic=problem.deterministic,
+        mask=_mask(problem),
+        mask_row=problem.mask_sizes is not None and problem.mask_sizes[2] == 1,
     )
+
+
+def excess_features(problem: Problem) -> ForwardFeatures:
+    """The features of the kernel that finds what a backward's lse has lost beside an additive mask."""
+    mask_row = backward_features(problem).mask_row
+    return replace(features(problem), sink=False, packed=1, mask_row=mask_row)
+
+
+def excess_config(problem: Problem) -> ForwardConfig:
+    """Its config: what has room, for it mostly has nothing to do."""
+    return _masked_choices(problem)[-1]
 
 
 def backward_widths(features: BackwardFeatures) -> tuple[int, int]:
@@ -380,7 +464,8 @@ def backward(problem: Problem) -> BackwardConfig:
     width = max(problem.head_dim, problem.value_dim)
     if width > 2 * SLAB:
         return _BACKWARD_WIDE
-    if width > SLAB or problem.softcap is not None:
+    # Beside 128 queries there is no room for 16 bits of a mask.
+    if width > SLAB or problem.softcap is not None or problem.mask_dtype not in (None, torch.bool):
         return _BACKWARD_128
     return _BACKWARD_64
 
@@ -407,4 +492,6 @@ def flex_backward(width: int) -> BackwardConfig:
 def backward_choices(problem: Problem) -> tuple[BackwardConfig, ...]:
     """Configs that may compete for a problem, first :func:`backward`'s."""
     chosen = backward(problem)
+    if problem.mask_dtype not in (None, torch.bool):
+        return (chosen,)
     return (chosen, _BACKWARD_128) if chosen is _BACKWARD_64 else (chosen,)

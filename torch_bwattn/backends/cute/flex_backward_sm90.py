@@ -149,7 +149,7 @@ class FlexBackward(Backward):
         """How many tiles of queries of a head are visited, and of how many ``mask_mod`` decides."""
         if not self.mods.lists:
             return OfHead(tile.end, tile.end if self.mods.mask_mod is not None else Int32(0))
-        flex = self.flex
+        flex = self.more
         part = self.tiles_in(flex.part_count, flex.part_index, tile, head)
         full = self.tiles_in(flex.full_count, flex.full_index, tile, head) if self.mods.full else Int32(0)
         return OfHead(part + full, part)
@@ -157,7 +157,7 @@ class FlexBackward(Backward):
     @cute.jit
     def tiles_in(self, counts: cute.Tensor, index: cute.Tensor, tile: Tile, head: Int32) -> Int32:
         """Tiles of one list, without those of its last block beyond the last query."""
-        down, line = self.flex.down, tile.n // self.flex.across
+        down, line = self.more.down, tile.n // self.more.across
         blocks = counts[tile.batch, head, line]
         tiles = blocks * down
         if blocks > 0:
@@ -180,17 +180,17 @@ class FlexBackward(Backward):
         m, masked = place, place < part
         if const_expr(self.mods.lists and self.mods.full):
             if masked:
-                m = self.listed(self.flex.part_index, tile, head, place)
+                m = self.listed(self.more.part_index, tile, head, place)
             else:
-                m = self.listed(self.flex.full_index, tile, head, place - part)
+                m = self.listed(self.more.full_index, tile, head, place - part)
         elif const_expr(self.mods.lists):
-            m = self.listed(self.flex.part_index, tile, head, place)
+            m = self.listed(self.more.part_index, tile, head, place)
         return m, masked
 
     def listed(self, index: cute.Tensor, tile: Tile, head: Int32, i: Int32) -> Int32:
         """The i-th tile of queries of one list."""
-        down = self.flex.down
-        return index[tile.batch, head, tile.n // self.flex.across, i // down] * down + i % down
+        down = self.more.down
+        return index[tile.batch, head, tile.n // self.more.across, i // down] * down + i % down
 
     @cute.jit
     def leave_visit(
@@ -227,7 +227,7 @@ class FlexBackward(Backward):
             self.modify(mma, values, at, thread)
         if const_expr(self.mods.mask_mod is not None):  # noqa: SIM102 (the second is decided when run)
             if at.masked:
-                self.each_score(mma, values, at, thread, Mods(self.mods, self.flex).masked)
+                self.each_score(mma, values, at, thread, Mods(self.mods, self.more).masked)
         if at.first_key + self.tile_n > limits.kv_len:
             scores, coords = wgmma.rows_view(values.s), self.coords(mma, thread, at)
             queries.hide_keys(scores, coords, first_query, at.first_key, limits.kv_len, None, None)
@@ -244,7 +244,7 @@ class FlexBackward(Backward):
 
     def modify(self, mma: cute.TiledMma, values: Values, at: Visit, thread: Int32) -> None:
         """Scores after ``score_mod``, and the derivative in dP's registers where there is one."""
-        of = Mods(self.mods, self.flex)
+        of = Mods(self.mods, self.more)
         if not self.sloped:
             self.each_score(mma, values, at, thread, of.modified)
             return
@@ -272,7 +272,7 @@ class FlexBackward(Backward):
         """
         if not self.mods.learned:
             return
-        of, ds = Mods(self.mods, self.flex), wgmma.rows_view(values.dp)
+        of, ds = Mods(self.mods, self.more), wgmma.rows_view(values.dp)
         rule = derivative_of(self.mods)
         places = dict(self.positions(mma, at, thread))
         for load in rule.loads:
@@ -281,7 +281,7 @@ class FlexBackward(Backward):
                 for place, position in places.items()
             }
             for position, value in self.sums_of(differs_by(rule.steps, load.index), part, places):
-                add_unless_0(self.flex.grads[load.captured].iterator, of.offset(load, position), value)
+                add_unless_0(self.more.grads[load.captured].iterator, of.offset(load, position), value)
 
     def sums_of(
         self, kind: Along, part: learned.Part, places: Mapping[tuple[int, int], At]

@@ -86,11 +86,11 @@ class FlexForward(Forward):
 
     def line(self, tile: schedule.Tile) -> Int32:
         """The row of blocks that a tile of queries is in."""
-        return self.m_index(tile) // self.flex.down
+        return self.m_index(tile) // self.more.down
 
     def key_tiles(self, tile: schedule.Tile, limits: Limits) -> keys.KeyTiles:
         """As many tiles as are listed, those of which the mask decides first; which they are, :meth:`visited` says."""
-        features, flex = self.mods, self.flex
+        features, flex = self.mods, self.more
         if not features.lists:
             tiles = super().key_tiles(tile, limits)
             return tiles if features.mask_mod is None else tiles._replace(whole_end=tiles.begin)
@@ -107,16 +107,16 @@ class FlexForward(Forward):
             part = tiles.masked
             if const_expr(self.mods.full):
                 if i < part:
-                    n = self.listed(self.flex.part_index, tile, i)
+                    n = self.listed(self.more.part_index, tile, i)
                 else:
-                    n = self.listed(self.flex.full_index, tile, i - part)
+                    n = self.listed(self.more.full_index, tile, i - part)
             else:
-                n = self.listed(self.flex.part_index, tile, i)
+                n = self.listed(self.more.part_index, tile, i)
         return n
 
     def listed(self, index: cute.Tensor, tile: schedule.Tile, i: Int32) -> Int32:
         """The i-th tile of keys of one list."""
-        across = self.flex.across
+        across = self.more.across
         return index[tile.batch, tile.head, self.line(tile), i // across] * across + i % across
 
     @cute.jit
@@ -153,20 +153,29 @@ class FlexForward(Forward):
             found = cute.arch.shuffle_sync(found, 0)
         return found
 
-    def prepare_whole(self, rows: Rows, cap: Float32 | None, limits: Limits, place: Place, n: Int32) -> None:
+    def prepare_whole(
+        self, rows: Rows, cap: Float32 | None, limits: Limits, place: Place, n: Int32, stage: Int32
+    ) -> None:
         """What happens to scores of a tile that ``mask_mod`` does not decide of."""
-        self.prepare(rows, cap, limits, place, n, False)
+        self.prepare(rows, cap, limits, place, n, False, stage)
 
     @cute.jit
     def prepare(
-        self, rows: Rows, cap: Float32 | None, limits: Limits, place: Place, n: Int32, masked: Boolean | bool
+        self,
+        rows: Rows,
+        cap: Float32 | None,
+        limits: Limits,
+        place: Place,
+        n: Int32,
+        masked: Boolean | bool,
+        stage: Int32,
     ) -> None:
         """What happens to scores before the softmax: ``score_mod``, then ``mask_mod``, then the ends.
 
         Queries beyond the last one count for nothing, but what a mod makes of them might be no number.
         """
         first_key = n * self.tile_n
-        of = Mods(self.mods, self.flex)
+        of = Mods(self.mods, self.more)
         if const_expr(self.mods.score_mod is not None):
             self.each_score(rows, place, first_key, of.modified)
         if const_expr(self.mods.mask_mod is not None):  # noqa: SIM102 (the second is decided when run)

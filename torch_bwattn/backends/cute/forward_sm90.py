@@ -112,6 +112,10 @@ class Forward:
         self.takes_turns = config.ping_pong and self.groups > 1
         self.packed, self.cluster = features.packed, config.cluster
         self.leaves_visits = False  # which tile of keys it is, with each K
+        self.may_hide = features.mods is not None or features.mask is not None  # keys anywhere
+        self.natural = features.mask == "added"  # :mod:`.parts.softmax`
+        self.beside_keys = 0  # bytes of what comes with a tile of keys
+        self.beside_stage = 0  # and of its place in shared memory
         # A matrix instruction takes 16 columns of Q and K at a time, and TMA fills with zeros what a tensor lacks.
         self.width = -(-features.head_dim // 16) * 16
         self.value_width = -(-features.value_dim // 16) * 16
@@ -227,9 +231,9 @@ class Forward:
         counts: Int32,
         programs: Int32,
         stream: cuda.CUstream,
-        flex: Any,
+        more: Any,
     ) -> None:
-        """Launches the kernel: descriptors, the order of tiles, the grid."""
+        """Launches the kernel: descriptors, the order of tiles, the grid. ``more`` is for kernels made of this one."""
         kv_heads, q_len, batch = k.shape[1], q.shape[2], q.shape[0]
         q, o = self.rows_of(q, kv_heads), self.rows_of(o, kv_heads)
         k, v = (cute.make_tensor(t.iterator, cute.select(t.layout, mode=[2, 3, 1, 0])) for t in (k, v))
@@ -253,6 +257,7 @@ class Forward:
             k: cute.struct.Align[cute.struct.MemRange[self.dtype, cute.cosize(k_layout)], 1024]
             v: cute.struct.Align[cute.struct.MemRange[self.dtype, cute.cosize(v_layout)], 1024]
             o: cute.struct.Align[cute.struct.MemRange[self.dtype, own], 1024]
+            beside: cute.struct.Align[cute.struct.MemRange[cutlass.Uint8, self.stages * self.beside_stage], 1024]
 
         self.storage = Storage
         m_tiles = cute.ceil_div(q_len * self.packed, self.tile_m * self.cluster)
@@ -273,7 +278,7 @@ class Forward:
             order,
             counter,
             counts,
-            flex,
+            more,
         ).launch(
             grid=(cutlass.min(programs // self.cluster, order.total) * self.cluster, 1, 1),
             block=(WARP_GROUP * (self.groups + 1), 1, 1),
@@ -314,20 +319,21 @@ class Forward:
         order: schedule.TileOrder,
         counter: cute.Tensor | None,
         counts: Int32,
-        flex: Any,
+        more: Any,
     ) -> None:
-        self.flex = flex
+        self.more = more
         warp_index = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         storage = cutlass.utils.SmemAllocator().allocate(self.storage)
         _, _, k_layout, v_layout = self.layouts()
         s_k = storage.k.get_tensor(k_layout.outer, swizzle=k_layout.inner)
         s_v = storage.v.get_tensor(v_layout.outer, swizzle=v_layout.inner)
+        self.beside = self.beside_views(storage.beside)
         if warp_index == 0:
             for moved in (q, k, v, o):
                 cpasync.prefetch_descriptor(moved.atom)
         pipes = Pipes(
             self.pipe(storage.q_barriers, self.groups, 1, self.q_tile),
-            self.pipe(storage.k_barriers, self.stages, self.groups, self.k_tile, self.cluster),
+            self.pipe(storage.k_barriers, self.stages, self.groups, self.k_tile, self.cluster, self.beside_keys),
             self.pipe(storage.v_barriers, self.stages, self.groups, self.v_tile, self.cluster),
         )
         next_tiles = storage.tiles.get_tensor(cute.make_layout((self.words_of_tile, self.groups)))
@@ -351,9 +357,12 @@ class Forward:
             cute.arch.cluster_wait()
 
     def pipe(
-        self, barriers: Any, stages: int, groups: int, tile: tuple[int, int], ctas: int = 1
+        self, barriers: Any, stages: int, groups: int, tile: tuple[int, int], ctas: int = 1, beside: int = 0
     ) -> pipeline.PipelineTmaAsync:
-        """A ring of tiles: one warp of each of ``ctas`` CTAs fills it, the warps of all their groups free it."""
+        """A ring of tiles: one warp of each of ``ctas`` CTAs fills it, the warps of all their groups free it.
+
+        So many bytes come ``beside`` a tile.
+        """
 
         def threads(count: int) -> pipeline.CooperativeGroup:
             return pipeline.CooperativeGroup(pipeline.Agent.Thread, count)
@@ -363,7 +372,7 @@ class Forward:
             num_stages=stages,
             producer_group=threads(1),
             consumer_group=threads(WARP_GROUP // 32 * groups * ctas),
-            tx_count=tile[0] * tile[1] * self.dtype.width // 8,
+            tx_count=tile[0] * tile[1] * self.dtype.width // 8 + beside,
             cta_layout_vmnk=cute.make_layout((1, ctas, 1, 1)),
             mcast_mode_mn=(0, 1),
             defer_sync=True,
@@ -439,7 +448,7 @@ class Forward:
                 v_views = self.tma_views(v, self.v_tile, s_v, tile.kv_head, tile.batch, self.cluster)
                 n = self.visited(tile, tiles, Int32(0), windowed)
                 self.leave_visit(visits, n, k_pipe, k_state)
-                k_state = self.fetch(k.atom, k_views, n, k_pipe, k_state)
+                k_state = self.fetch(k.atom, k_views, n, k_pipe, k_state, tile)
                 for group in cutlass.range_constexpr(self.groups):
                     s_q = self.slab(q_memory, group, q_layout)
                     s_part, g_part = self.tma_views(q, self.q_tile, s_q, tile.head, tile.batch)
@@ -455,7 +464,7 @@ class Forward:
                 for i in cutlass.range(1, tiles.count, unroll=1):
                     following = self.visited(tile, tiles, i, windowed)
                     self.leave_visit(visits, following, k_pipe, k_state)
-                    k_state = self.fetch(k.atom, k_views, following, k_pipe, k_state)
+                    k_state = self.fetch(k.atom, k_views, following, k_pipe, k_state, tile)
                     v_state = self.fetch(v.atom, v_views, n, v_pipe, v_state)
                     n = following
                 v_state = self.fetch(v.atom, v_views, n, v_pipe, v_state)
@@ -507,6 +516,17 @@ class Forward:
             q_state.advance()
         return q_state
 
+    def beside_views(self, memory: Any) -> Any:
+        """What of the shared memory holds what comes with tiles of keys."""
+        return None
+
+    def beside_parts(self, qk: cute.TiledMma, thread: Int32, group: Int32) -> Any:
+        """A thread's part of it."""
+        return None
+
+    def fetch_beside(self, tile: schedule.Tile, n: Int32, stage: Int32, barrier: cute.Pointer) -> None:
+        """Loads what comes with a tile of keys."""
+
     @cute.jit
     def fetch(
         self,
@@ -515,12 +535,18 @@ class Forward:
         n: Int32,
         pipe: pipeline.PipelineTmaAsync,
         state: pipeline.PipelineState,
+        tile: schedule.Tile | None = None,
     ) -> pipeline.PipelineState:
-        """Loads a tile of keys or values, or this CTA's share of it, into the next free stage."""
+        """Loads a tile of keys or values, or this CTA's share of it, into the next free stage.
+
+        ``tile``, of queries, is given where more comes with it.
+        """
         to_all = {"mcast_mask": cutlass.Int16((1 << self.cluster) - 1)} if self.cluster > 1 else {}
         pipe.producer_acquire(state)
         barrier = pipe.producer_get_barrier(state)
         cute.copy(atom, views[1][None, n], views[0][None, state.index], tma_bar_ptr=barrier, **to_all)
+        if const_expr(tile is not None):
+            self.fetch_beside(tile, n, state.index, barrier)
         state.advance()
         return state
 
@@ -555,6 +581,7 @@ class Forward:
         s_q, s_o = self.slab(q_memory, group, q_layout), self.slab(o_memory, group, o_layout)
         operands = self.operands(qk, pv, s_q, s_k, s_v, visits)
         rows = self.rows(qk, pv, thread)
+        self.of_thread = self.beside_parts(qk, thread, group)
         lses = cute.make_rmem_tensor((2,), Float32)
         kind = pipeline.PipelineUserType.Consumer
         k_state, v_state = (pipeline.make_pipeline_state(kind, self.stages) for _ in range(2))
@@ -597,8 +624,8 @@ class Forward:
                 sinks = cute.make_rmem_tensor((2,), Float32)
                 for r in cutlass.range_constexpr(2):
                     head, _ = self.query_of(tile, first_row + rows.coords[r, 0][0])
-                    sinks[r] = sink[head] * LOG2_E
-            softmax.finish(rows.sums, rows.shifts, rows.factors, lses, sinks)
+                    sinks[r] = sink[head] * (1.0 if self.natural else LOG2_E)
+            softmax.finish(rows.sums, rows.shifts, rows.factors, lses, sinks, c, self.natural)
             softmax.rescale(rows.out, rows.factors)
             self.store(pv, rows, lses, s_o, o, lse, thread, group, first_row, tile)
             if const_expr(self.config.own_o):
@@ -692,10 +719,13 @@ class Forward:
         b_k = operands.b_k[None, None, None, k_state.index]
         wgmma.issue(operands.qk, rows.acc_s, operands.a_q, b_k, Boolean(False))
         warpgroup.wait_group(0)
-        k_pipe.consumer_release(k_state)
+        if const_expr(not self.beside_keys):
+            k_pipe.consumer_release(k_state)
+        self.prepare(rows, cap, limits, place, n, masked, k_state.index)
+        if const_expr(self.beside_keys):
+            k_pipe.consumer_release(k_state)
         k_state.advance()
-        self.prepare(rows, cap, limits, place, n, masked)
-        softmax.first_step(rows.scores, rows.shifts, rows.sums, c)
+        softmax.first_step(rows.scores, rows.shifts, rows.sums, c, self.natural)
         wgmma.to_operand(operands.a_p, rows.acc_s, self.dtype)
         rows.acc_o.fill(0.0)
         return k_state
@@ -721,10 +751,13 @@ class Forward:
         self.issue_both(operands, rows, pipes, k_state, v_state, group)
         n = self.arrived(operands, n, k_state)
         warpgroup.wait_group(1)
-        k_pipe.consumer_release(k_state)
+        if const_expr(not self.beside_keys):
+            k_pipe.consumer_release(k_state)
+        self.prepare(rows, cap, limits, place, n, masked, k_state.index)
+        if const_expr(self.beside_keys):
+            k_pipe.consumer_release(k_state)
         k_state.advance()
-        self.prepare(rows, cap, limits, place, n, masked)
-        grown = softmax.step(rows.scores, rows.shifts, rows.sums, rows.factors, c)
+        grown = softmax.step(rows.scores, rows.shifts, rows.sums, rows.factors, c, self.natural)
         warpgroup.wait_group(0)
         v_pipe.consumer_release(v_state)
         v_state.advance()
@@ -780,11 +813,11 @@ class Forward:
         self.issue_both(operands, rows, pipes, k_state, v_state, group)
         n = self.arrived(operands, n, k_state)
         warpgroup.wait_group(1)
-        self.prepare_whole(rows, cap, limits, place, n)
+        self.prepare_whole(rows, cap, limits, place, n, k_state.index)
         parts = cute.make_rmem_tensor((2,), Float32)
-        if const_expr(self.features.mods is not None):
-            softmax.start_rows(rows.scores, rows.shifts, c)
-        grown = softmax.hopeful_step(rows.scores, rows.shifts, parts, c, self.features.mods is not None)
+        if const_expr(self.may_hide):
+            softmax.start_rows(rows.scores, rows.shifts, c, self.natural)
+        grown = softmax.hopeful_step(rows.scores, rows.shifts, parts, c, self.may_hide, self.natural)
         warpgroup.wait_group(0)
         v_pipe.consumer_release(v_state)
         v_state.advance()
@@ -792,11 +825,11 @@ class Forward:
         if grown:
             if softmax.overflown(parts):
                 self.scores_again(rows, s_q, s_k[None, None, k_state.index], thread)
-                self.prepare_whole(rows, cap, limits, place, n)
-                softmax.step(rows.scores, rows.shifts, rows.sums, rows.factors, c)
+                self.prepare_whole(rows, cap, limits, place, n, k_state.index)
+                softmax.step(rows.scores, rows.shifts, rows.sums, rows.factors, c, self.natural)
                 parts.fill(0.0)
             else:
-                softmax.settle(rows.scores, rows.shifts, rows.sums, parts, rows.factors)
+                softmax.settle(rows.scores, rows.shifts, rows.sums, parts, rows.factors, c, self.natural)
             softmax.rescale(rows.out, rows.factors)
             wgmma.to_operand(operands.a_p, rows.acc_s, self.dtype)
         for r in cutlass.range_constexpr(2):
@@ -830,18 +863,30 @@ class Forward:
         return v_state
 
     @cute.jit
-    def prepare_whole(self, rows: Rows, cap: Float32 | None, limits: Limits, place: Place, n: Int32) -> None:
-        """What happens to scores of a tile without a mask."""
+    def prepare_whole(
+        self, rows: Rows, cap: Float32 | None, limits: Limits, place: Place, n: Int32, stage: Int32
+    ) -> None:
+        """What happens to scores of a tile in which positions hide nothing."""
         if const_expr(cap is not None):
             softmax.cap_scores(rows.scores, cap)
+        self.modify(rows, stage)
+
+    def modify(self, rows: Rows, stage: Int32) -> None:
+        """What the keys in a stage came with does to their scores."""
 
     @cute.jit
     def prepare(
-        self, rows: Rows, cap: Float32 | None, limits: Limits, place: Place, n: Int32, masked: Boolean | bool
+        self,
+        rows: Rows,
+        cap: Float32 | None,
+        limits: Limits,
+        place: Place,
+        n: Int32,
+        masked: Boolean | bool,
+        stage: Int32,
     ) -> None:
-        """What happens to scores before the softmax: the cap, then the mask."""
-        if const_expr(cap is not None):
-            softmax.cap_scores(rows.scores, cap)
+        """What happens to scores before the softmax: the cap, then the mask, then what positions hide."""
+        self.prepare_whole(rows, cap, limits, place, n, stage)
         if masked:
             first_key = n * self.tile_n
             keys.hide_keys(

@@ -13,6 +13,10 @@ exponentials by the shift at hand, and their sum, which is needed anyway, tells 
 Mostly none has, and the maximum, its way through the lanes and all waiting for it are saved. Else :func:`settle`
 multiplies P by a power of two, or, where too little is left of the scores for that (:func:`overflown`), they have to be
 computed again.
+
+With ``natural`` the shift is one of s, not of x, and P = exp2(c * (s - shift)), lse = shift + ln2 log2 l: an operation
+more for each score. For scores as large as those of an additive mask can be it must be so: rows of ``finfo.min`` have
+an x beyond float32, and of others c * s is off by more than 1, where s - shift is exact.
 """
 
 from __future__ import annotations
@@ -20,6 +24,7 @@ from __future__ import annotations
 import cutlass
 from cutlass import Boolean, Float32, Int32, const_expr, cute
 
+LN2 = 0.6931471805599453
 SLACK = 8.0
 """In powers of two. P <= 256 keeps fp16 and the fp32 sums far from their ends, and rescales become rare."""
 
@@ -43,12 +48,11 @@ def cap_scores(scores: cute.Tensor, cap: Float32) -> None:
 
     tanh(t) = 1 - 2 / (exp(2 t) + 1), whose error is absolute, and near 0, where that is no use, a series.
     """
-    half_ln2 = 0.34657359027997264
     for r in cutlass.range_constexpr(cute.size(scores, mode=[0])):
         for j in cutlass.range_constexpr(cute.size(scores, mode=[1])):
             doubled = scores[r, j] * cap
             far = 1.0 - 2.0 * cute.arch.rcp_approx(cute.math.exp2(doubled, fastmath=True) + 1.0)
-            t = doubled * half_ln2
+            t = doubled * (LN2 / 2.0)
             u = t * t
             near = t * (1.0 + u * (-1.0 / 3.0 + u * (2.0 / 15.0 - u * (17.0 / 315.0))))
             scores[r, j] = near if u < 0.0625 else far
@@ -71,12 +75,32 @@ def rescale(out: cute.Tensor, factors: cute.Tensor) -> None:
                 out[r, j] = out[r, j] * factors[r]
 
 
+def log2_of(s: Float32, c: Float32, shift: Float32, natural: bool) -> Float32:
+    """The exponent of a score, or of a shift beside another."""
+    return (s - shift) * c if natural else s * c - shift
+
+
 @cute.jit
-def exponentials(scores: cute.Tensor, row: cutlass.Constexpr, c: Float32, shift: Float32) -> Float32:
-    """Overwrites a row of scores by ``exp2(c * s - shift)`` and returns the thread's sum of them."""
+def row_shift(scores: cute.Tensor, row: cutlass.Constexpr, c: Float32, natural: cutlass.Constexpr) -> Float32:
+    """The shift by which a row's largest P is 1."""
+    largest = row_maximum(scores, row)
+    return largest if const_expr(natural) else largest * c
+
+
+@cute.jit
+def factor_between(old: Float32, new: Float32, c: Float32, natural: cutlass.Constexpr) -> Float32:
+    """What turns sums by one shift into sums by another, which is finite."""
+    return cute.math.exp2((old - new) * c if const_expr(natural) else old - new, fastmath=True)
+
+
+@cute.jit
+def exponentials(
+    scores: cute.Tensor, row: cutlass.Constexpr, c: Float32, shift: Float32, natural: cutlass.Constexpr
+) -> Float32:
+    """Overwrites a row of scores by P and returns the thread's sum of them."""
     sums = [Float32(0.0), Float32(0.0), Float32(0.0), Float32(0.0)]
     for j in cutlass.range_constexpr(cute.size(scores, mode=[1])):
-        p = cute.math.exp2(scores[row, j] * c - shift, fastmath=True)
+        p = cute.math.exp2(log2_of(scores[row, j], c, shift, natural), fastmath=True)
         scores[row, j] = p
         sums[j % 4] = sums[j % 4] + p
     return (sums[0] + sums[1]) + (sums[2] + sums[3])
@@ -89,11 +113,13 @@ def finite_shift(shift: Float32) -> Float32:
 
 
 @cute.jit
-def first_step(scores: cute.Tensor, shifts: cute.Tensor, sums: cute.Tensor, c: Float32) -> None:
+def first_step(
+    scores: cute.Tensor, shifts: cute.Tensor, sums: cute.Tensor, c: Float32, natural: cutlass.Constexpr
+) -> None:
     """Turns the first tile of scores into P and starts the rows' shifts and sums. The tile may be masked."""
     for r in cutlass.range_constexpr(cute.size(shifts)):
-        shifts[r] = row_maximum(scores, r) * c
-        sums[r] = exponentials(scores, r, c, finite_shift(shifts[r]))
+        shifts[r] = row_shift(scores, r, c, natural)
+        sums[r] = exponentials(scores, r, c, finite_shift(shifts[r]), natural)
 
 
 @cute.jit
@@ -103,6 +129,7 @@ def step(
     sums: cute.Tensor,
     factors: cute.Tensor,
     c: Float32,
+    natural: cutlass.Constexpr,
 ) -> Boolean:
     """Turns a tile of scores into P and adds it to the rows' sums.
 
@@ -111,45 +138,54 @@ def step(
     """
     fits = Boolean(True)
     for r in cutlass.range_constexpr(cute.size(shifts)):
-        factors[r] = row_maximum(scores, r) * c
-        fits = fits and (factors[r] - shifts[r] <= SLACK)  # False for NaN, which has to spread
+        factors[r] = row_shift(scores, r, c, natural)
+        growth = factors[r] - shifts[r]
+        if const_expr(natural):
+            growth = growth * c
+        fits = fits and (growth <= SLACK)  # False for NaN, which has to spread
     grown = cute.arch.vote_any_sync(not fits)
     for r in cutlass.range_constexpr(cute.size(shifts)):
         shift = shifts[r]
         if grown:
             shift = cute.arch.fmax(shift, factors[r], nan=True)
-        factors[r] = cute.math.exp2(shifts[r] - finite_shift(shift), fastmath=True) if grown else Float32(1.0)
+        factors[r] = factor_between(shifts[r], finite_shift(shift), c, natural) if grown else Float32(1.0)
         shifts[r] = shift
-        sums[r] = sums[r] * factors[r] + exponentials(scores, r, c, finite_shift(shift))
+        sums[r] = sums[r] * factors[r] + exponentials(scores, r, c, finite_shift(shift), natural)
     return grown
 
 
 @cute.jit
-def start_rows(scores: cute.Tensor, shifts: cute.Tensor, c: Float32) -> None:
+def start_rows(scores: cute.Tensor, shifts: cute.Tensor, c: Float32, natural: cutlass.Constexpr) -> None:
     """Gives rows that have seen no key yet the shift of this tile, so that there is something to hope for."""
     empty = Boolean(False)
     for r in cutlass.range_constexpr(cute.size(shifts)):
         empty = empty or (shifts[r] == -Float32.inf)
     if cute.arch.vote_any_sync(empty):
         for r in cutlass.range_constexpr(cute.size(shifts)):
-            own = row_maximum(scores, r) * c
+            own = row_shift(scores, r, c, natural)
             shifts[r] = own if shifts[r] == -Float32.inf else shifts[r]
 
 
 @cute.jit
 def hopeful_step(
-    scores: cute.Tensor, shifts: cute.Tensor, parts: cute.Tensor, c: Float32, mods: cutlass.Constexpr
+    scores: cute.Tensor,
+    shifts: cute.Tensor,
+    parts: cute.Tensor,
+    c: Float32,
+    may_hide: cutlass.Constexpr,
+    natural: cutlass.Constexpr,
 ) -> Boolean:
     """Turns a tile of scores into P by the shifts at hand; ``parts`` become the thread's sums of each row.
 
-    With ``mods`` a row may see no key of a whole tile, nor of those before.
+    With ``may_hide`` a row may see no key of a whole tile, nor of those before.
 
     Returns:
         Whether a P may be above 2 ** SLACK, or is NaN, for a whole warp alike.
     """
     fits = Boolean(True)
     for r in cutlass.range_constexpr(cute.size(shifts)):
-        parts[r] = exponentials(scores, r, c, shifts[r] if const_expr(not mods) else finite_shift(shifts[r]))
+        shift = finite_shift(shifts[r]) if const_expr(may_hide) else shifts[r]
+        parts[r] = exponentials(scores, r, c, shift, natural)
         fits = fits and (parts[r] <= 2.0**SLACK)
     return cute.arch.vote_any_sync(not fits)
 
@@ -168,7 +204,13 @@ def overflown(parts: cute.Tensor) -> Boolean:
 
 @cute.jit
 def settle(
-    scores: cute.Tensor, shifts: cute.Tensor, sums: cute.Tensor, parts: cute.Tensor, factors: cute.Tensor
+    scores: cute.Tensor,
+    shifts: cute.Tensor,
+    sums: cute.Tensor,
+    parts: cute.Tensor,
+    factors: cute.Tensor,
+    c: Float32,
+    natural: cutlass.Constexpr,
 ) -> None:
     """Raises the shifts of rows whose P is above 1 by a whole number, and multiplies what depends on them.
 
@@ -177,8 +219,14 @@ def settle(
     for r in cutlass.range_constexpr(cute.size(shifts)):
         largest = cute.arch.fmax(row_maximum(scores, r), Float32(0.5))
         growth = Float32(Int32(cute.math.log2(largest, fastmath=True) + 1.0))
-        factors[r] = cute.math.exp2(-growth, fastmath=True)
-        shifts[r] = shifts[r] + growth
+        if const_expr(natural):
+            old = finite_shift(shifts[r])
+            raised = old + growth * LN2
+            factors[r] = factor_between(old, raised, c, True)  # by as much as large shifts have been raised
+            shifts[r] = shifts[r] if shifts[r] == -Float32.inf else raised
+        else:
+            factors[r] = cute.math.exp2(-growth, fastmath=True)
+            shifts[r] = shifts[r] + growth
         sums[r] = sums[r] * factors[r]
         parts[r] = parts[r] * factors[r]
         for j in cutlass.range_constexpr(cute.size(scores, mode=[1])):
@@ -187,20 +235,28 @@ def settle(
 
 @cute.jit
 def finish(
-    sums: cute.Tensor, shifts: cute.Tensor, factors: cute.Tensor, lse: cute.Tensor, sinks: cute.Tensor | None
+    sums: cute.Tensor,
+    shifts: cute.Tensor,
+    factors: cute.Tensor,
+    lse: cute.Tensor,
+    sinks: cute.Tensor | None,
+    c: Float32,
+    natural: cutlass.Constexpr,
 ) -> None:
     """Adds up the rows' sums over their four threads; ``factors`` become 1 / l, or 0 for a row that saw no key.
 
-    ``sinks``, in the exponents' units, join the rows' sums; either of sink and shift may be the larger by far.
+    ``sinks``, in the shifts' units, join the rows' sums; either of sink and shift may be the larger by far.
     """
-    ln2 = 0.6931471805599453
     for r in cutlass.range_constexpr(cute.size(sums)):
         total = cute.arch.warp_reduction_sum(sums[r], threads_in_group=4)
         top, own = shifts[r], Float32(1.0)
         if const_expr(sinks is not None):
             top = finite_shift(cute.arch.fmax(shifts[r], sinks[r]))
-            own = cute.math.exp2(shifts[r] - top, fastmath=True)
-            total = total * own + cute.math.exp2(sinks[r] - top, fastmath=True)
+            own = factor_between(shifts[r], top, c, natural)
+            total = total * own + factor_between(sinks[r], top, c, natural)
         empty = total == 0.0
         factors[r] = Float32(0.0) if empty else own * cute.arch.rcp_approx(total)
-        lse[r] = -Float32.inf if empty else (top + cute.math.log2(total, fastmath=True)) * ln2
+        if const_expr(natural):
+            lse[r] = -Float32.inf if empty else top + cute.math.log2(total, fastmath=True) * LN2
+        else:
+            lse[r] = -Float32.inf if empty else (top + cute.math.log2(total, fastmath=True)) * LN2
