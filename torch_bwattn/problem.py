@@ -380,6 +380,11 @@ class Problem:
         return self.batch * (self.heads * self.q_len * self.head_dim + of_keys)
 
     @property
+    def mask_rows_apart(self) -> bool:
+        """Whether rows of a dense mask begin at multiples of 16 bytes, as TMA needs them."""
+        return self.mask_dtype is not None and self.kv_len * self.mask_dtype.itemsize % 16 == 0
+
+    @property
     def score_count(self) -> int:
         """Entries of the full score matrix, which no path may allocate."""
         return self.batch * self.heads * self.q_len * self.kv_len

@@ -142,8 +142,12 @@ def named(offers: tuple[Verdict, ...], config: str) -> int:
     return names.index(config)
 
 
+_SMALL_MASK = 2**22
+"""Elements that may be copied beside inputs of any size: at most 16 MiB."""
+
+
 def mask_copy_refusal(problem: Problem, elements: int) -> str:
     """Why a kernel that copies a mask, to so many elements, does not take a problem, or nothing."""
-    if problem.mask_sizes is None or elements <= problem.input_count:
+    if problem.mask_sizes is None or elements <= max(problem.input_count, _SMALL_MASK):
         return ""
     return f"it copies the mask, {elements} elements, more than query, key and value have, {problem.input_count}"

@@ -352,8 +352,8 @@ these tiles were the fastest; `cute` is the first choice there. On Blackwell sma
 own tcgen05 bodies spill, forward 80 bytes at width 64 and 24 at 128 (88 and 32 with a soft cap), 120 at 192 and
 128, backward at width 128 40 by pairs of programs (56 on sm_103a) and 8 without."""
 _KNOWN_SPILLS_OF_CUTE = {"flex_backward_sm90": 32, "mask_backward_sm90": 80}
-"""In the producer, which has 24 registers and reads lists; of tiles of bytes beside 128 queries, of which 64 would spill
-nothing and be slower: 1.009 ms against 0.955 at B2 H16 S4096 D64."""
+"""In the producer, which has 24 registers and reads lists; of bytes beside 128 queries: 64 spill nothing, but
+take 1.009 ms where these take 0.955 (B2 H16 S4096 D64)."""
 _KNOWN_SPILLS_BESIDE_MASKS = 160  # of the tcgen05 forward: 104 to 136, with a soft cap 160
 _KNOWN_SPILLS_OF_FLOAT32 = 464  # of dK and dV: larger than with tiles that were slower on the H200
 

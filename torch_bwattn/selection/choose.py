@@ -131,7 +131,8 @@ def _placed(problem: Problem, found: list[Candidate]) -> Plan:
     stands for those that were.
     """
     key = key_of(problem)
-    entry = tables.lookup(problem.target, key)
+    able = [one for one in found if one.priority > Priority.LAST_RESORT]
+    entry = tables.lookup(problem.target, key, {one.backend for one in able} - {"reference"})
     if entry is None:
         return Plan(problem, _in_order(found), None)
     times = {one.tunable: one.ms for one in entry.ranking}
@@ -140,7 +141,6 @@ def _placed(problem: Problem, found: list[Candidate]) -> Plan:
         # would be chosen at 128, for 3.7 times the best time.
         times[_MATERIALISED] *= max(1.0, math.prod(key.sizes) / math.prod(entry.key.sizes))
     word, where = "predicted" if entry.predicted else "measured", "" if entry.key == key else " there"
-    able = [one for one in found if one.priority > Priority.LAST_RESORT]
     for backend in {one.tunable.backend for one in entry.ranking}:
         own = [one.tunable for one in able if one.backend == backend]
         if own and not any(tunable in times for tunable in own):

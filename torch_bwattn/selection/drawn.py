@@ -33,6 +33,8 @@ def small(problem: Problem) -> Problem:
         equal = q_len == kv_len
         kv_len = -(-kv_len // WHOLE_KEYS) * WHOLE_KEYS
         q_len = kv_len if equal else q_len
+    if problem.mask_dtype is not None:
+        q_len, kv_len = _with_mask_rows(problem, q_len, kv_len)
     sizes = (min(problem.batch, 2), kv_heads * group, q_len, kv_len)
     diagonal, low_diagonal = _small_window(problem, q_len, kv_len)
     mask_sizes = problem.mask_sizes
@@ -50,6 +52,15 @@ def small(problem: Problem) -> Problem:
         mask_sizes=mask_sizes,
         wide_index=False,
     )
+
+
+def _with_mask_rows(problem: Problem, q_len: int, kv_len: int) -> tuple[int, int]:
+    """The lengths with a mask's rows 16 bytes apart, or a multiple of that, where the problem's are, and only there."""
+    step = 16 // min(16, problem.mask_dtype.itemsize if problem.mask_dtype is not None else 16)
+    if (kv_len % step == 0) == problem.mask_rows_apart:
+        return q_len, kv_len
+    longer = -(-kv_len // step) * step if problem.mask_rows_apart else kv_len + 1
+    return longer if q_len == kv_len else q_len, longer
 
 
 def _small_window(problem: Problem, q_len: int, kv_len: int) -> tuple[int | None, int | None]:

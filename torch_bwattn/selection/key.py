@@ -54,7 +54,7 @@ class Key(NamedTuple):
         """How little a measurement for one key says of the other: doublings of what decides, and a price of the kinds.
 
         The number of programs decides, up to a few for each SM, and the number of queries; each counts twice as much as
-        that of keys. With each size of 282 entries measured on the H200 left out in turn, 89 % of the choices are
+        that of keys. With each size of 318 entries measured on the H200 left out in turn, 90 % of the choices are
         within 5 % of the best and 94 % within 15 %; nearly all others are few heads beside many keys, three doublings
         from what was measured, up to twice the best. Near entries averaged by distance choose no better.
         """
@@ -119,6 +119,7 @@ def features_of(problem: Problem) -> str:
         "blind-rows": problem.diagonal is not None and problem.diagonal < 0,
         "scale<=0": problem.scale <= 0.0,
         "whole-keys": has_whole_keys(problem),
+        "rows-apart": problem.mask_rows_apart,
     }
     return " ".join([*words, *(word for word, holds in more.items() if word and holds)])
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import functools
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -182,13 +182,24 @@ def _tuned_entries(target: str) -> dict[Key, Entry]:
     return parsed[1]
 
 
-def lookup(target: str, key: Key) -> Entry | None:
-    """The entry to go by: the very key's before the nearest, one of the installed versions before others."""
+_UNTIMED = 2.0
+"""How much farther an entry is for each backend that may run here and has no time there: it says nothing of that."""
+
+
+def lookup(target: str, key: Key, backends: Collection[str] = ()) -> Entry | None:
+    """The entry to go by: the very key's before the nearest, one of the installed versions before others.
+
+    ``backends`` are those that may run; of near entries, those with times of them count as nearer.
+    """
     found = exact(target, key)
     if found is not None:
         return found
     every = (entry for table in (_shipped_entries(target), _tuned_entries(target)) for entry in table.values())
-    near = [(apart, entry) for entry in every if (apart := key.distance(entry.key)) <= FARTHEST]
+    near = [
+        (apart + _UNTIMED * len(set(backends) - {one.tunable.backend for one in entry.ranking}), entry)
+        for entry in every
+        if (apart := key.distance(entry.key)) <= FARTHEST
+    ]
     return min(near, key=lambda one: (one[0], not one[1].same_versions), default=(0.0, None))[1]
 
 

@@ -73,9 +73,7 @@ def _refuse_mask(problem: Problem) -> str:
         return f"its kernels take masks of bool or of the query's dtype, got {problem.mask_dtype}; helion takes any"
     if problem.mask_sizes[3] != problem.kv_len:
         return f"its kernels take masks of as many columns as keys, got {problem.mask_sizes[3]} for {problem.kv_len}"
-    if calls.copies_mask(problem):
-        return mask_copy_refusal(problem, math.prod(problem.mask_sizes))
-    return ""
+    return "" if problem.mask_rows_apart else mask_copy_refusal(problem, math.prod(problem.mask_sizes))
 
 
 def _choices(problem: Problem) -> tuple[configs.ForwardConfig, ...] | tuple[configs.BackwardConfig, ...]:

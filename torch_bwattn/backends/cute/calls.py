@@ -116,11 +116,6 @@ def views_for_tma(tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
     return _viewed(tensors, tuple(map(_view_for_tma, tensors)))
 
 
-def copies_mask(problem: Problem) -> bool:
-    """Whether a dense mask has to be copied, for its rows are no multiple of 16 bytes."""
-    return problem.mask_dtype is not None and problem.kv_len * problem.mask_dtype.itemsize % 16 != 0
-
-
 class MaskForTma:
     """Masks of one layout as TMA takes them: [B, Hq, Sq, Skv], copied once where their rows do not suit it."""
 
