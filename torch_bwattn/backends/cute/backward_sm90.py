@@ -1013,7 +1013,7 @@ class Backward:
     ) -> None:
         """Turns S into P; with slopes into P times these, P itself then goes to its 16 bits already."""
         self.prepare(mma, values, cap, limits, at, thread)
-        self.modify(mma, values, stage, thread)
+        self.apply_mask(mma, values, stage, thread)
         self.powers(mma, values, parts, stage, c, thread)
         if const_expr(self.sloped):
             wgmma.to_operand(values.p, values.s, self.dtype)
@@ -1029,7 +1029,7 @@ class Backward:
             for r in cutlass.range_constexpr(2):
                 scores[r, j] = cute.math.exp2(scores[r, j] * c - lses[0, j], fastmath=True)
 
-    def modify(self, mma: cute.TiledMma, values: Values, stage: Int32, thread: Int32) -> None:
+    def apply_mask(self, mma: cute.TiledMma, values: Values, stage: Int32, thread: Int32) -> None:
         """What the Q in a stage came with does to its scores."""
 
     def weighed(self, p: Float32, slope: Float32) -> Float32:

@@ -869,9 +869,9 @@ class Forward:
         """What happens to scores of a tile in which positions hide nothing."""
         if const_expr(cap is not None):
             softmax.cap_scores(rows.scores, cap)
-        self.modify(rows, stage)
+        self.apply_mask(rows, stage)
 
-    def modify(self, rows: Rows, stage: Int32) -> None:
+    def apply_mask(self, rows: Rows, stage: Int32) -> None:
         """What the keys in a stage came with does to their scores."""
 
     @cute.jit

@@ -142,7 +142,7 @@ class MaskBackward(Backward):
             cute.copy(excess.atom, g_part[None, m], s_part[None, stage], tma_bar_ptr=barrier)
 
     @cute.jit
-    def modify(self, mma: cute.TiledMma, values: Values, stage: Int32, thread: Int32) -> None:
+    def apply_mask(self, mma: cute.TiledMma, values: Values, stage: Int32, thread: Int32) -> None:
         """Adds the mask to scores, or hides what it hides."""
         scores = wgmma.rows_view(values.s)
         if const_expr(self.added):

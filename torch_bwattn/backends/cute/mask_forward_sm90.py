@@ -153,7 +153,7 @@ class MaskForward(Forward):
         return Part(copy.partition_S(self.beside), group, copy)
 
     @cute.jit
-    def modify(self, rows: Rows, stage: Int32) -> None:
+    def apply_mask(self, rows: Rows, stage: Int32) -> None:
         """Adds the mask to scores, or hides what it hides."""
         tiles, group, copy = self.of_thread
         if const_expr(self.one_row):
