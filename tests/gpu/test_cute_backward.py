@@ -65,7 +65,7 @@ def deterministic():
     torch.use_deterministic_algorithms(False)
 
 
-@pytest.mark.parametrize(("width", "kind"), SIZED[::3], ids=str)
+@pytest.mark.parametrize(("width", "kind"), [*SIZED[::3], ((64, 64), "bool"), ((128, 128), "additive")], ids=str)
 def test_repeatable_gradients(width, kind, device, deterministic):
     for call in sized_calls(width, kind):
         with torch_bwattn.backend("cute"):

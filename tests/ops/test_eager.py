@@ -52,6 +52,14 @@ def test_a_profiler_sees_the_operator():
     assert "bwattn::sdpa" in {event.name for event in seen.events()}
 
 
+@pytest.mark.filterwarnings("ignore")
+def test_a_trace_sees_the_operator():
+    traced = torch.jit.trace(torch_bwattn.sdpa, operands())
+    assert "bwattn::sdpa" in str(traced.graph)
+    q, k, v = (2.0 * tensor for tensor in operands())
+    assert torch.equal(traced(q, k, v), torch_bwattn.sdpa(q, k, v))
+
+
 def test_nobody_else_makes_it_take_the_dispatchers_way(monkeypatch):
     calls, call = [], eager.call
     monkeypatch.setattr(eager, "call", lambda *arguments: calls.append(1) or call(*arguments))

@@ -48,8 +48,12 @@ def _casts(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, sink:
 
 
 def seen_by_others() -> bool:
-    """Whether a profiler records operators, or a mode intercepts functions: they must see the operator called."""
-    return torch.autograd._profiler_enabled() or torch._C._is_torch_function_mode_enabled()
+    """Whether a trace or a profiler records operators, or a mode intercepts functions: they must see the operator."""
+    return (
+        torch.autograd._profiler_enabled()
+        or torch._C._is_torch_function_mode_enabled()
+        or torch._C._get_tracing_state() is not None
+    )
 
 
 def call(
