@@ -719,12 +719,14 @@ class Forward:
         b_k = operands.b_k[None, None, None, k_state.index]
         wgmma.issue(operands.qk, rows.acc_s, operands.a_q, b_k, Boolean(False))
         warpgroup.wait_group(0)
+        stage = k_state.index
         if const_expr(not self.beside_keys):
             k_pipe.consumer_release(k_state)
-        self.prepare(rows, cap, limits, place, n, masked, k_state.index)
+            k_state.advance()
+        self.prepare(rows, cap, limits, place, n, masked, stage)
         if const_expr(self.beside_keys):
             k_pipe.consumer_release(k_state)
-        k_state.advance()
+            k_state.advance()
         softmax.first_step(rows.scores, rows.shifts, rows.sums, c, self.natural)
         wgmma.to_operand(operands.a_p, rows.acc_s, self.dtype)
         rows.acc_o.fill(0.0)
@@ -751,12 +753,14 @@ class Forward:
         self.issue_both(operands, rows, pipes, k_state, v_state, group)
         n = self.arrived(operands, n, k_state)
         warpgroup.wait_group(1)
+        stage = k_state.index
         if const_expr(not self.beside_keys):
             k_pipe.consumer_release(k_state)
-        self.prepare(rows, cap, limits, place, n, masked, k_state.index)
+            k_state.advance()
+        self.prepare(rows, cap, limits, place, n, masked, stage)
         if const_expr(self.beside_keys):
             k_pipe.consumer_release(k_state)
-        k_state.advance()
+            k_state.advance()
         grown = softmax.step(rows.scores, rows.shifts, rows.sums, rows.factors, c, self.natural)
         warpgroup.wait_group(0)
         v_pipe.consumer_release(v_state)
