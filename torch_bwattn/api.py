@@ -110,15 +110,17 @@ def sdpa(
     check_flags(is_causal, enable_gqa)
     attn_mask, is_causal, causal_alignment = resolve_bias(query, key, attn_mask, is_causal, causal_alignment)
     result: Tensor | tuple[Tensor, Tensor]
-    if not (torch.compiler.is_compiling() or seen_by_others()):
-        found = eager.call(
-            query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, causal_alignment, window_size,
-            softcap, sink, return_lse,
-        )  # fmt: skip
-        if found is not None:
-            return found if return_lse else found[0]
     op = torch.ops.bwattn.sdpa_with_lse if return_lse else torch.ops.bwattn.sdpa
     if window_size is None and softcap is None and sink is None:
+        # Whatever else a number may be, the dispatcher converts or refuses.
+        converted = type(dropout_p) is float and (scale is None or type(scale) is float)
+        if converted and type(causal_alignment) is str and not (torch.compiler.is_compiling() or seen_by_others()):
+            found = eager.call(
+                query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, causal_alignment,
+                None, None, None, return_lse,
+            )  # fmt: skip
+            if found is not None:
+                return found if return_lse else found[0]
         # Every keyword costs the dispatcher time.
         result = op(
             query, key, value, attn_mask, dropout_p, is_causal,
